@@ -1,0 +1,53 @@
+# `make demo`, `make test` and `make check` work on a fresh clone: each builds .venv on first use and reuses it after.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# The versions that the tests ran with. Installed first, so that no other requirement picks a different torch.
+TORCH := torch==2.14.1 torchvision==0.29.1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check fmt docs bench gpu-check clean
+
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# Redone when pyproject.toml changes. An existing environment is kept: torch with CUDA takes several GB.
+$(STAMP): pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install $(TORCH)
+	$(PY) -m pip install -e ".[examples,tests,dev]"
+	touch $@
+
+demo: $(STAMP)  ## run the quickstart example
+	$(PY) examples/quickstart.py
+
+test: $(STAMP)  ## run the tests, without the slow ones
+	$(PY) -m pytest
+
+test-slow: $(STAMP)  ## run the slow tests only
+	$(PY) -m pytest -m slow
+
+check: $(STAMP)  ## lint, formatting, types, import layers
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+fmt: $(STAMP)  ## format the code and apply safe lint fixes
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+docs: $(STAMP)  ## build the API reference in docs/_build
+	$(PY) -m pip install --quiet -e ".[docs]"
+	$(PY) -m pdoc --docformat google --math --output-directory docs/_build kfqn_ext
+
+bench: $(STAMP)  ## run the benchmarks against peers
+	$(PY) -m benchmarks
+
+gpu-check: $(STAMP)  ## run the GPU tests; says so and succeeds without a GPU
+	$(PY) tests/gpu_check.py
+
+clean:  ## remove caches and build products; keeps .venv
+	rm -rf build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

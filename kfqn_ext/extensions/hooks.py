@@ -1,0 +1,136 @@
+"""``extend``: hooks that run BackPACK's extensions and survive networks that modify their outputs in place.
+
+BackPACK attaches full backward hooks, which wrap a module's output in a view; an in-place ReLU or ``+=`` after the
+module then raises in the forward pass. Here a forward hook registers a tensor hook on the output, which autograd
+keeps with the tensor's value at that time. Inside ``with backpack(ext):`` it makes the same call,
+``ext(module, g_inp, g_out)``, so one extension serves models that were extended either way.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from backpack import disable
+from backpack.context import CTX
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from kfqn_ext.geometry import is_layer
+
+_HANDLE = "_kfqn_hook"
+_input_gradients_only = False
+
+
+def extend(model: nn.Module) -> nn.Module:
+    """Make every linear and convolutional layer of a model ready for ``with backpack(...)``.
+
+    Unlike ``backpack.extend`` it changes nothing in what the model computes and allows in-place operations on the
+    layers' outputs; only first-order extensions can run. Calling it again attaches what is new and nothing twice.
+    Extend before ``torch.compile``.
+
+    Args:
+        model: Any module. It is modified and returned.
+
+    Returns:
+        The model.
+    """
+    for module in model.modules():
+        if is_layer(module) and not hasattr(module, _HANDLE):
+            handle = module.register_forward_hook(_watch_output, with_kwargs=True)
+            object.__setattr__(module, _HANDLE, handle)
+    return model
+
+
+def unextend(model: nn.Module) -> nn.Module:
+    """Undo :func:`extend`.
+
+    Args:
+        model: Any module. It is modified and returned.
+
+    Returns:
+        The model.
+    """
+    for module in model.modules():
+        handle: RemovableHandle | None = getattr(module, _HANDLE, None)
+        if handle is not None:
+            handle.remove()
+            object.__delattr__(module, _HANDLE)
+    return model
+
+
+@contextmanager
+def input_gradients_only(model: nn.Module) -> Iterator[None]:
+    """Run forward-backward passes that reach every extended layer but compute no parameter's gradient.
+
+    Parameters are frozen, and a layer whose output would then not need a gradient gets one through a zero that is
+    added to its output. No ``.grad`` changes.
+
+    Args:
+        model: An extended model.
+
+    Yields:
+        Nothing.
+    """
+    global _input_gradients_only
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = _input_gradients_only
+    try:
+        _input_gradients_only = True
+        for p in trained:
+            p.requires_grad_(False)
+        yield
+    finally:
+        _input_gradients_only = before
+        for p in trained:
+            p.requires_grad_(True)
+
+
+@torch.compiler.disable  # a graph break, where a traced hook would vanish without a word
+def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+    """Forward hook: have the active extensions run once the gradient of this output is known."""
+    if not (disable.should_store_io() and torch.is_grad_enabled() and isinstance(output, Tensor)):
+        return None
+    if getattr(module, "_backpack_extend", False):
+        return None  # BackPACK's own hook serves this module
+    replaced = _input_gradients_only and not output.requires_grad
+    if replaced:
+        output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
+    if output.requires_grad:
+        _register(module, (args[0] if args else kwargs["input"]).detach(), output)
+    return output if replaced else None
+
+
+def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
+    shape, watched = output.shape, output
+    if output._is_view() and output._base is not None and output._base.requires_grad:
+        # When a view is modified in place, a hook on it never fires; a hook on its base does.
+        if output._base.numel() != output.numel():
+            return
+        watched = output._base
+
+    def run(g: Tensor) -> None:
+        if CTX.get_active_exts():
+            _run_extensions(module, x, g.detach().reshape(shape))
+
+    watched.register_hook(run)
+
+
+def _run_extensions(module: nn.Module, x: Tensor, g: Tensor) -> None:
+    """Call the extensions as BackPACK's backward hook does, with the module's input at hand for this call only."""
+    # First-order extensions read the output's shape alone; the true output may have been overwritten since.
+    object.__setattr__(module, "input0", x)
+    object.__setattr__(module, "output", g)
+    try:
+        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+            for ext in CTX.get_active_exts():
+                if ext.expects_backpropagation_quantities():
+                    raise NotImplementedError(
+                        f"{type(ext).__name__} propagates second-order quantities, which kfqn_ext.extend does not "
+                        "support. Use backpack.extend on a model without in-place operations."
+                    )
+                ext(module, (None,), (g,))
+            CTX.get_extension_hook()(module)
+    finally:
+        object.__delattr__(module, "input0")
+        object.__delattr__(module, "output")

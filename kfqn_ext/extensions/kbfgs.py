@@ -1,0 +1,184 @@
+"""The quantities of K-BFGS: means of a layer's patches, outputs and output gradients, and products with A."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from kfqn_ext.errors import MissingQuantitiesError
+from kfqn_ext.extensions.base import LayerExtension
+from kfqn_ext.geometry import LayerGeometry, LayerPass
+
+# Sums over data and locations are pairwise: their relative error is a few ε whatever the number of terms.
+_ROUNDING = 16.0
+
+Probe = Callable[[nn.Module, Tensor], Tensor | None]
+
+
+@dataclass(frozen=True)
+class GramOperator:
+    """A = (1/N) Σ_n Σ_t a_t a_tᵀ of the batches that a layer saw, never formed: use ``A @ s``.
+
+    Attributes:
+        geometry: The layer.
+        inputs: Its inputs, one tensor a call.
+    """
+
+    geometry: LayerGeometry
+    inputs: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[*B, d_in, d_in]."""
+        return (*self.geometry.blocks, self.geometry.d_in, self.geometry.d_in)
+
+    def __matmul__(self, s: Tensor) -> Tensor:
+        """Multiply A with a vector or a matrix, ``eq_14``.
+
+        Args:
+            s: [*B, d_in] or [*B, d_in, k].
+
+        Returns:
+            A s, shaped like ``s``.
+
+        Raises:
+            ValueError: If the shape of ``s`` does not fit.
+        """
+        blocks, d = self.geometry.blocks, self.geometry.d_in
+        if s.shape == (*blocks, d):
+            return (self @ s.unsqueeze(-1)).squeeze(-1)
+        if s.shape[:-1] != (*blocks, d):
+            raise ValueError(
+                f"A has shape {list(self.shape)}; it multiplies [{', '.join(map(str, (*blocks, d)))}] or "
+                f"[{', '.join(map(str, (*blocks, d)))}, k], not {list(s.shape)}."
+            )
+        total = sum(x.shape[0] for x in self.inputs)
+        s = s.to(self.inputs[0].dtype)
+        products = [self.geometry.gram_product(x, s) * (x.shape[0] / total) for x in self.inputs]
+        return sum(products[1:], start=products[0])
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """What K-BFGS needs from a layer in one pass. Means are over the N data and |T| locations.
+
+    Attributes:
+        a_bar: ā = mean of the patches a_t, [*B, d_in]; ends with 1 where the layer has a bias.
+        h_bar: h̄ = mean of the outputs h_t, [*B, d_out].
+        dh_bar: ∂h̄ = mean of the gradients of a datum's loss by h_t, [*B, d_out].
+        dh_noise: A bound on the rounding error of ``dh_bar``, [*B, d_out]: 16 ε times the mean of |∂h_t|, ε that of
+            the dtype in which the gradient arrived. A ``dh_bar`` below it, as before BatchNorm, says nothing.
+        num_data: N.
+        num_locations: |T|; an average where calls of one layer had different numbers.
+        operator: ``A``, or None where a probe let the inputs go.
+        s: The probe's direction s = f(module, ā), [*B, d_in], or None.
+        A_s: A s, [*B, d_in], or None.
+    """
+
+    a_bar: Tensor
+    h_bar: Tensor
+    dh_bar: Tensor
+    dh_noise: Tensor
+    num_data: int
+    num_locations: float
+    operator: GramOperator | None = None
+    s: Tensor | None = None
+    A_s: Tensor | None = None
+
+    @property
+    def A(self) -> GramOperator:
+        """The operator A; ``q.A @ s`` is the minibatched product.
+
+        Raises:
+            MissingQuantitiesError: If a probe was used.
+        """
+        if self.operator is None:
+            raise MissingQuantitiesError(
+                "A is not available: with probe=..., inputs are let go once A s is known. "
+                "Read s and A_s, or use KBFGSQuantities() without a probe."
+            )
+        return self.operator
+
+
+class KBFGSQuantities(LayerExtension[LayerMoments]):
+    """ā, h̄, ∂h̄ and products with A for each layer, in an ordinary backward pass.
+
+    The result, a :class:`LayerMoments`, is ``weight.kbfgs`` and ``ext[module]``. Nothing is unfolded: ā is taken
+    from the batch mean of the input, h̄ = W ā, and A s costs one convolution with one filter and its weight gradient.
+
+    Example:
+        >>> import torch
+        >>> from backpack import backpack
+        >>> from kfqn_ext import extend
+        >>> model = extend(torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(inplace=True)))
+        >>> with backpack(KBFGSQuantities()):
+        ...     model(torch.rand(8, 1, 6, 6)).mean().backward()
+        >>> q = model[0].weight.kbfgs
+        >>> q.a_bar.shape, q.dh_bar.shape, q.num_data, q.num_locations
+        (torch.Size([10]), torch.Size([4]), 8, 16)
+        >>> (q.A @ q.a_bar).shape
+        torch.Size([10])
+    """
+
+    def __init__(
+        self,
+        reduction: str = "mean",
+        subsampling: list[int] | None = None,
+        probe: Probe | None = None,
+        accumulate: bool = False,
+        modules: Iterable[nn.Module] | None = None,
+    ) -> None:
+        """Set up the extension.
+
+        Args:
+            reduction: "mean" or "sum": what the loss does over the data of a batch.
+            subsampling: Indices of the data of each batch to measure; all where None.
+            probe: ``f(module, a_bar) -> s``. A s is then computed at once and the input let go (where s is None,
+                just let go); otherwise the result holds the layer's input for as long as it lives. A layer that is
+                called several times in a pass is probed with its first call's ā.
+            accumulate: Merge over backward passes (micro-batches) too, until ``clear()``.
+            modules: Measure these layers only, whether or not their weight needs a gradient.
+        """
+        super().__init__("kbfgs", reduction, subsampling, accumulate, modules)
+        self.probe = probe
+
+    def measure(self, module: nn.Module, layer: LayerPass) -> LayerMoments:  # noqa: D102
+        a_bar = layer.geometry.mean_patch(layer.x)
+        return self._moments(layer, a_bar, None if self.probe is None else self.probe(module, a_bar))
+
+    def merge(self, module: nn.Module, old: LayerMoments, layer: LayerPass) -> LayerMoments:  # noqa: D102
+        new = self._moments(layer, layer.geometry.mean_patch(layer.x), old.s)
+        data = old.num_data + new.num_data
+        old_T, new_T = (q.num_data * q.num_locations for q in (old, new))
+        locations = (old_T + new_T) / data
+        by_data, by_location = new.num_data / data, new_T / (old_T + new_T)
+        # Σ over data and locations of what autograd gave adds up; `dh` is its mean for the whole batch's scaling.
+        grad = [q.num_locations if self.reduction == "mean" else q.num_data * q.num_locations / data for q in (old, new)]
+        operators = [q.operator for q in (old, new) if q.operator is not None]
+        return LayerMoments(
+            a_bar=old.a_bar.lerp(new.a_bar, by_location),
+            h_bar=old.h_bar.lerp(new.h_bar, by_location),
+            dh_bar=(grad[0] * old.dh_bar + grad[1] * new.dh_bar) / locations,
+            dh_noise=(grad[0] * old.dh_noise + grad[1] * new.dh_noise) / locations,
+            num_data=data,
+            num_locations=int(locations) if locations == int(locations) else locations,
+            operator=GramOperator(layer.geometry, sum((A.inputs for A in operators), ())) if operators else None,
+            s=old.s,
+            A_s=None if old.A_s is None or new.A_s is None else old.A_s.lerp(new.A_s, by_data),
+        )
+
+    def _moments(self, layer: LayerPass, a_bar: Tensor, s: Tensor | None) -> LayerMoments:
+        geometry = layer.geometry
+        mean = layer.grad_scale / (layer.num_data * layer.num_locations)
+        A = GramOperator(geometry, (layer.x,))
+        return LayerMoments(
+            a_bar=a_bar,
+            h_bar=(layer.W @ a_bar.unsqueeze(-1)).squeeze(-1),
+            dh_bar=geometry.sum_outputs(layer.g) * mean,
+            dh_noise=geometry.sum_abs_outputs(layer.g) * (mean * _ROUNDING * layer.eps),
+            num_data=layer.num_data,
+            num_locations=layer.num_locations,
+            operator=A if self.probe is None else None,
+            s=s,
+            A_s=None if s is None else A @ s,
+        )

@@ -1,0 +1,17 @@
+"""What a layer is: ``h_t = W a_t`` at every location t, for linear and convolutional layers."""
+
+from kfqn_ext.geometry.base import LayerGeometry, geometry_of, is_layer, refusal, register
+from kfqn_ext.geometry.conv import ConvGeometry
+from kfqn_ext.geometry.layer_pass import LayerPass
+from kfqn_ext.geometry.linear import LinearGeometry
+
+__all__ = [
+    "ConvGeometry",
+    "LayerGeometry",
+    "LayerPass",
+    "LinearGeometry",
+    "geometry_of",
+    "is_layer",
+    "refusal",
+    "register",
+]

@@ -1,0 +1,149 @@
+"""The one place that knows which modules are layers ``h_t = W a_t``, and what each kind must be able to do."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+
+@dataclass(frozen=True)
+class LayerGeometry(ABC):
+    """A layer that multiplies every patch ``a_t`` of its input with one matrix W, ``h_t = W a_t``.
+
+    Shapes: N data, T locations; [*B] is empty, or [G] for a layer of G > 1 channel groups, whose curvature is G
+    independent blocks; d_in counts the homogeneous 1 of a layer with a bias, which comes last. A geometry holds
+    numbers only, neither parameters nor the module.
+
+    Attributes:
+        d_in: Length of a patch a_t in one group.
+        d_out: Length of an output h_t in one group.
+        groups: G.
+        has_bias: Whether a_t ends with a 1 and W with the bias.
+    """
+
+    d_in: int
+    d_out: int
+    groups: int
+    has_bias: bool
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The batch shape *B: () or (G,)."""
+        return (self.groups,) if self.groups > 1 else ()
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Shape of W, [*B, d_out, d_in]."""
+        return (*self.blocks, self.d_out, self.d_in)
+
+    def write_matrix(self, W: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Copy tensors shaped like the layer's parameters into W, [*B, d_out, d_in], and return it."""
+        inner = self.d_in - self.has_bias
+        W[..., :inner].copy_(weight.reshape(*self.blocks, self.d_out, inner))
+        if self.has_bias and bias is not None:
+            W[..., inner].copy_(bias.reshape(*self.blocks, self.d_out))
+        return W
+
+    def matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Join tensors shaped like the layer's parameters to W = [weight, bias], ``eq_19``: [*B, d_out, d_in]."""
+        return self.write_matrix(weight.new_zeros(self.matrix_shape), weight, bias)
+
+    def columns(self, W: Tensor, weight_shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Split a matrix into views shaped like the weight and like the bias (None without one)."""
+        weight = W[..., : self.d_in - self.has_bias].reshape(weight_shape)
+        return weight, W[..., -1].reshape(-1) if self.has_bias else None
+
+    @abstractmethod
+    def as_batch(self, x: Tensor) -> Tensor:
+        """Give an input or output a batch dimension where it has none."""
+
+    @abstractmethod
+    def num_locations(self, g: Tensor) -> int:
+        """|T|, read off a batched output."""
+
+    @abstractmethod
+    def mean_patch(self, x: Tensor) -> Tensor:
+        """ā = mean over data and locations of a_t: [*B, d_in]."""
+
+    @abstractmethod
+    def gram_product(self, x: Tensor, s: Tensor) -> Tensor:
+        """A s = (1/N) Σ_n Σ_t a_t a_tᵀ s, ``eq_14``, without forming A: [*B, d_in, k] → [*B, d_in, k]."""
+
+    @abstractmethod
+    def gram(self, x: Tensor) -> Tensor:
+        """A = (1/N) Σ_n Σ_t a_t a_tᵀ, ``eq_8``: [*B, d_in, d_in]."""
+
+    @abstractmethod
+    def sum_outputs(self, g: Tensor) -> Tensor:
+        """Σ_n Σ_t of an output-shaped tensor: [*B, d_out]."""
+
+    @abstractmethod
+    def sum_abs_outputs(self, g: Tensor) -> Tensor:
+        """Σ_n Σ_t of the absolute values of an output-shaped tensor: [*B, d_out]."""
+
+    @abstractmethod
+    def patches(self, x: Tensor) -> Tensor:
+        """All a_t, written out: [N, T, *B, d_in]. T × d_in numbers for a datum; not for large inputs."""
+
+    @abstractmethod
+    def outputs(self, g: Tensor) -> Tensor:
+        """An output-shaped tensor by location: [N, T, *B, d_out]."""
+
+
+_Builder = Callable[[nn.Module], LayerGeometry]
+_REGISTRY: dict[type[nn.Module], tuple[_Builder, tuple[str, ...]]] = {}
+
+
+def register(kind: type[nn.Module], build: _Builder, methods: tuple[str, ...] = ("forward",)) -> None:
+    """Teach the package a kind of layer.
+
+    Args:
+        kind: Module class. Its instances need ``weight`` and, with a bias, ``bias``.
+        build: Maps an instance to its geometry.
+        methods: Methods that define what the layer computes. A subclass that overrides one of them is another
+            function, and is refused.
+    """
+    _REGISTRY[kind] = (build, methods)
+
+
+def _kind(module: nn.Module) -> type[nn.Module] | None:
+    return next((kind for kind in _REGISTRY if isinstance(module, kind)), None)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is of a registered kind; it may still be refused, see :func:`refusal`."""
+    return _kind(module) is not None
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Say why a module of a registered kind can't be measured; None where it can.
+
+    Nothing is read from ``module.weight`` before it is known to be a plain parameter: reading a parametrized
+    weight runs its parametrization.
+    """
+    kind = _kind(module)
+    if kind is None:
+        return f"{type(module).__name__} is not a registered kind of layer"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "its weight is used by MultiheadAttention without calling the layer"
+    if parametrize.is_parametrized(module):
+        return "its parameters are parametrized: the weight it multiplies with is not the one that is trained"
+    overridden = [m for m in _REGISTRY[kind][1] if m in vars(module) or getattr(type(module), m) is not getattr(kind, m)]
+    if overridden:
+        return f"it overrides {kind.__name__}.{overridden[0]}, so it may not compute h = W a"
+    weight = module.weight
+    if isinstance(weight, nn.parameter.UninitializedTensorMixin):
+        return "its lazy weight is not initialized; run one forward pass first"
+    if not isinstance(weight, nn.Parameter) or not weight.is_leaf:
+        return "its weight is computed from other tensors (old weight_norm or spectral_norm?)"
+    return None
+
+
+def geometry_of(module: nn.Module) -> LayerGeometry | None:
+    """Describe a module as a layer ``h_t = W a_t``; None where it isn't one (:func:`refusal` says why)."""
+    kind = _kind(module)
+    if kind is None or refusal(module) is not None:
+        return None
+    return _REGISTRY[kind][0](module)

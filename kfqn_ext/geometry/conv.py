@@ -1,0 +1,164 @@
+"""Convolutions in one, two and three dimensions, never unfolded.
+
+Two facts carry the file. The inner products ``a_tᵀ s`` at all locations are a convolution with the one filter s, and
+``Σ_t u_t a_t`` is the gradient of that filter when u is the gradient of its output. Both are exact for every
+stride, dilation, padding and group count, because they are the layer's own arithmetic.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import grad as conv_grad
+
+from kfqn_ext.geometry.base import LayerGeometry, register
+
+_CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_WEIGHT_GRAD: dict[int, Callable[..., Tensor]] = {
+    1: conv_grad.conv1d_weight,
+    2: conv_grad.conv2d_weight,
+    3: conv_grad.conv3d_weight,
+}
+# Patches are written out only for Gram matrices, at most this many numbers at a time (64 MiB in float32).
+_PATCH_BUDGET = 2**24
+
+
+@dataclass(frozen=True)
+class ConvGeometry(LayerGeometry):
+    """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``.
+
+    Attributes:
+        kernel_size: Per spatial dimension, as the other attributes.
+        stride: See ``torch.nn``.
+        dilation: See ``torch.nn``.
+        padding: (before, after) per spatial dimension.
+        padding_mode: "zeros", "circular", "reflect" or "replicate".
+    """
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    padding_mode: str
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "ConvGeometry":
+        """Read the geometry off a convolution."""
+        conv = cast(nn.Conv2d, module)  # the three kinds share these attributes
+        has_bias = conv.bias is not None
+        return cls(
+            d_in=conv.weight[0].numel() + has_bias,
+            d_out=conv.out_channels // conv.groups,
+            groups=conv.groups,
+            has_bias=has_bias,
+            kernel_size=conv.kernel_size,
+            stride=conv.stride,
+            dilation=conv.dilation,
+            padding=_sides(conv),
+            padding_mode=conv.padding_mode,
+        )
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial dimensions."""
+        return len(self.kernel_size)
+
+    def as_batch(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x if x.ndim > self.dims + 1 else x.unsqueeze(0)
+
+    def num_locations(self, g: Tensor) -> int:  # noqa: D102
+        return g.shape[2:].numel()
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Write the padding out; every product below then runs on an unpadded convolution."""
+        if not any(before or after for before, after in self.padding):
+            return x
+        sides = [side for pair in reversed(self.padding) for side in pair]
+        return F.pad(x, sides, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
+
+    def _prepare(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Leave zero padding to the convolution where it can express it (equal on both sides)."""
+        if self.padding_mode == "zeros" and all(before == after for before, after in self.padding):
+            return x, tuple(before for before, _ in self.padding)
+        return self.pad(x), (0,) * self.dims
+
+    def _filter_grad(self, x: Tensor, padding: tuple[int, ...], u: Tensor) -> Tensor:
+        """Σ_n Σ_t u_t a_t without the homogeneous coordinate: u [N, G·k, *T] → [G·k, J/G, *kernel]."""
+        shape = (u.shape[1], x.shape[1] // self.groups, *self.kernel_size)
+        return _WEIGHT_GRAD[self.dims](x, shape, u, self.stride, padding, self.dilation, self.groups)
+
+    def _block_view(self, flat: Tensor) -> Tensor:
+        """[G, ...] → [*B, ...]."""
+        return flat if self.groups > 1 else flat.squeeze(0)
+
+    def mean_patch(self, x: Tensor) -> Tensor:  # noqa: D102
+        mean, padding = self._prepare(x.mean(0, keepdim=True))
+        size = [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, p, d, k, s in zip(mean.shape[2:], padding, self.dilation, self.kernel_size, self.stride, strict=True)
+        ]
+        u = mean.new_full((1, self.groups, *size), 1.0 / torch.Size(size).numel())
+        a_bar = self._filter_grad(mean, padding, u).reshape(self.groups, -1)
+        if self.has_bias:
+            a_bar = torch.cat((a_bar, a_bar.new_ones(self.groups, 1)), dim=-1)
+        return self._block_view(a_bar)
+
+    def gram_product(self, x: Tensor, s: Tensor) -> Tensor:  # noqa: D102
+        k, num_data = s.shape[-1], x.shape[0]
+        x, padding = self._prepare(x)
+        # One filter per group and column of s, column fastest: the order that `groups` expects.
+        filters = rearrange(s.reshape(self.groups, self.d_in, k), "g d k -> (g k) d")
+        kernels = filters[:, : self.d_in - self.has_bias].reshape(self.groups * k, -1, *self.kernel_size)
+        offset = filters[:, -1] if self.has_bias else None
+        u = _CONV[self.dims](x, kernels, offset, self.stride, padding, self.dilation, self.groups)
+        As = self._filter_grad(x, padding, u).flatten(1)
+        if self.has_bias:
+            As = torch.cat((As, u.sum((0, *range(2, u.ndim))).unsqueeze(1)), dim=-1)
+        return self._block_view(rearrange(As, "(g k) d -> g d k", k=k)) / num_data
+
+    def gram(self, x: Tensor) -> Tensor:  # noqa: D102
+        A = x.new_zeros(*self.blocks, self.d_in, self.d_in)
+        patches_per_datum = self.patches(x[:1]).numel()
+        for chunk in x.split(max(1, _PATCH_BUDGET // patches_per_datum)):
+            a = rearrange(self.patches(chunk), "n t ... d -> ... (n t) d")
+            A += a.mT @ a
+        return A.div_(x.shape[0])
+
+    def sum_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
+        return g.sum((0, *range(2, g.ndim))).reshape(*self.blocks, self.d_out)
+
+    def sum_abs_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
+        return torch.linalg.vector_norm(g, ord=1, dim=(0, *range(2, g.ndim))).reshape(*self.blocks, self.d_out)
+
+    def patches(self, x: Tensor) -> Tensor:  # noqa: D102
+        x = self.pad(x)
+        for i, (k, stride, dilation) in enumerate(zip(self.kernel_size, self.stride, self.dilation, strict=True)):
+            x = x.unfold(2 + i, dilation * (k - 1) + 1, stride)[..., ::dilation]
+        t = " ".join(f"t{i}" for i in range(self.dims))
+        k = " ".join(f"k{i}" for i in range(self.dims))
+        a = rearrange(x, f"n (g j) {t} {k} -> n ({t}) g (j {k})", g=self.groups)
+        if self.has_bias:
+            a = torch.cat((a, a.new_ones(*a.shape[:-1], 1)), dim=-1)
+        return a if self.groups > 1 else a.squeeze(2)
+
+    def outputs(self, g: Tensor) -> Tensor:  # noqa: D102
+        h = rearrange(g.flatten(2), "n (g i) t -> n t g i", g=self.groups)
+        return h if self.groups > 1 else h.squeeze(2)
+
+
+def _sides(conv: nn.Conv2d) -> tuple[tuple[int, int], ...]:
+    """Padding before and after each spatial dimension; 'same' puts the odd one after."""
+    if conv.padding == "valid":
+        return ((0, 0),) * len(conv.kernel_size)
+    if conv.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    return tuple((int(p), int(p)) for p in conv.padding)
+
+
+for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    register(_kind, ConvGeometry.of, methods=("forward", "_conv_forward"))

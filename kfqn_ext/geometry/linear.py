@@ -1,0 +1,65 @@
+"""Linear layers: with more than two dimensions of input, the middle ones are locations."""
+
+import torch
+from torch import Tensor, nn
+
+from kfqn_ext.geometry.base import LayerGeometry, register
+
+
+def _by_location(x: Tensor) -> Tensor:
+    """[N, ..., d] → [N, T, d]."""
+    return x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+class LinearGeometry(LayerGeometry):
+    """``nn.Linear`` on inputs [N, ..., d]."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "LinearGeometry":
+        """Read the geometry off an ``nn.Linear``."""
+        d_out, d_in = module.weight.shape
+        has_bias = module.bias is not None
+        return cls(d_in=d_in + has_bias, d_out=d_out, groups=1, has_bias=has_bias)
+
+    def as_batch(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x if x.ndim > 1 else x.unsqueeze(0)
+
+    def num_locations(self, g: Tensor) -> int:  # noqa: D102
+        return _by_location(g).shape[1]
+
+    def mean_patch(self, x: Tensor) -> Tensor:  # noqa: D102
+        mean = x.flatten(0, -2).mean(0)
+        return torch.cat((mean, mean.new_ones(1))) if self.has_bias else mean
+
+    def gram_product(self, x: Tensor, s: Tensor) -> Tensor:  # noqa: D102
+        rows = x.flatten(0, -2)
+        if not self.has_bias:
+            return rows.T @ (rows @ s) / x.shape[0]
+        u = rows @ s[:-1] + s[-1:]
+        return torch.cat((rows.T @ u, u.sum(0, keepdim=True))) / x.shape[0]
+
+    def gram(self, x: Tensor) -> Tensor:  # noqa: D102
+        rows = x.flatten(0, -2)
+        A = rows.new_empty(self.d_in, self.d_in)
+        inner = self.d_in - self.has_bias
+        A[:inner, :inner] = rows.T @ rows
+        if self.has_bias:
+            A[inner, :inner] = A[:inner, inner] = rows.sum(0)
+            A[inner, inner] = rows.shape[0]
+        return A.div_(x.shape[0])
+
+    def sum_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
+        return g.flatten(0, -2).sum(0)
+
+    def sum_abs_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
+        return torch.linalg.vector_norm(g.flatten(0, -2), ord=1, dim=0)
+
+    def patches(self, x: Tensor) -> Tensor:  # noqa: D102
+        x = _by_location(x)
+        return torch.cat((x, x.new_ones(*x.shape[:2], 1)), dim=-1) if self.has_bias else x
+
+    def outputs(self, g: Tensor) -> Tensor:  # noqa: D102
+        return _by_location(g)
+
+
+register(nn.Linear, LinearGeometry.of)

@@ -1,0 +1,63 @@
+"""A closure for one minibatch: what ``optimizer.step`` evaluates, once or twice."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Minibatch:
+    """Loss of a model on one minibatch, as a closure for ``step``.
+
+    Example:
+        >>> import torch
+        >>> from kfqn_ext.optim import KBFGS, Minibatch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> optimizer = KBFGS(model, lr=0.1, damping=1.0)
+        >>> batch = Minibatch(model, torch.nn.functional.cross_entropy, torch.rand(8, 4), torch.arange(8) % 3)
+        >>> loss = optimizer.step(batch)
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], x: Any, y: Any) -> None:
+        """Hold a minibatch.
+
+        Args:
+            model: The model.
+            loss_fn: Maps (model output, y) to a scalar, a mean over data unless the optimizer was told "sum".
+            x: The model's input; data along dimension 0 of a tensor.
+            y: The targets.
+
+        Raises:
+            ValueError: If ``x`` is a tensor without data.
+        """
+        if isinstance(x, Tensor) and (x.ndim == 0 or x.shape[0] == 0):
+            raise ValueError(
+                f"Minibatch: the input has shape {list(x.shape)}, so there is no datum to learn from. "
+                "Drop empty batches (DataLoader(drop_last=True))."
+            )
+        self.model = model
+        self.loss_fn = loss_fn
+        self.x = x
+        self.y = y
+
+    def loss(self) -> Tensor:
+        """Evaluate the loss.
+
+        Raises:
+            ValueError: If the loss is not a scalar.
+        """
+        loss = self.loss_fn(self.model(self.x), self.y)
+        if not isinstance(loss, Tensor) or loss.ndim != 0:
+            found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise ValueError(
+                f"Minibatch: the loss has {found}, not that of a scalar. Let loss_fn average over data, "
+                "e.g. reduction='mean' or .mean()."
+            )
+        return loss
+
+    def __call__(self) -> Tensor:
+        """Clear gradients, evaluate the loss, run its backward pass, and return it."""
+        loss = self.loss()
+        self.model.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()

@@ -1,0 +1,27 @@
+"""Checks of hyperparameters, one message each."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Check the hyperparameters of a parameter group.
+
+    Raises:
+        ValueError: With the name, the value and the range of the first one that is out of range.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    _require(lr >= 0, "learning rate lr", lr, "at least 0")
+    _require(group["damping"] > 0, "damping", group["damping"], "positive: A + λ_A I must be invertible")
+    _require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "in [0, 1)")
+    _require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "at least 0")
+    T = group["curvature_update_freq"]
+    _require(isinstance(T, int) and T >= 1, "curvature_update_freq", T, "an integer of at least 1")
+
+
+def _require(condition: bool, name: str, value: object, rule: str) -> None:
+    if not condition:
+        raise ValueError(f"Invalid {name}: {value}. It must be {rule}.")
