@@ -1,7 +1,20 @@
 """Kronecker-factored quasi-Newton methods: their quantities from BackPACK, and optimizers that train with them."""
 
-from kfqn_ext.extensions import KBFGSQuantities, extend, unextend
-from kfqn_ext.optim import KBFGS, KBFGSL, Minibatch
+from kfqn_ext.extensions import InputGram, KBFGSQuantities, KFACFactors, extend, unextend
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, Minibatch, ProvableKBFGSL
 
 __version__ = "0.1.0"
-__all__ = ["KBFGS", "KBFGSL", "KBFGSQuantities", "Minibatch", "extend", "unextend"]
+__all__ = [
+    "KBFGS",
+    "KBFGS20",
+    "KBFGSL",
+    "KBFGSL20",
+    "KFAC",
+    "InputGram",
+    "KBFGSQuantities",
+    "KFACFactors",
+    "Minibatch",
+    "ProvableKBFGSL",
+    "extend",
+    "unextend",
+]

@@ -25,6 +25,9 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     weight needs no gradient, unless ``modules`` names them.
     """
 
+    mirrored = True
+    """Whether results are set on the weights; turned off where nobody is to keep them alive."""
+
     def __init__(
         self,
         savefield: str,
@@ -66,14 +69,15 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     def __call__(self, module: nn.Module, g_inp: tuple[Any, ...], g_out: tuple[Tensor, ...]) -> None:
         """Measure one layer; BackPACK calls this in the backward pass."""
-        wanted = module.weight.requires_grad if self._only is None and hasattr(module, "weight") else None
-        if wanted is False or (self._only is not None and module not in self._only):
-            return
         geometry = geometry_of(module)
         if geometry is None:
             return
-        with torch.no_grad():
-            layer = LayerPass.of(geometry, module, module.input0, g_out[0], self.reduction, self._subsampling)
+        weight: Any = module.weight
+        if module not in self._only if self._only is not None else not weight.requires_grad:
+            return
+        x: Any = module.input0
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            layer = LayerPass.of(geometry, module, x, g_out[0], self.reduction, self._subsampling)
             if layer.num_data == 0:
                 return
             backward = torch._C._current_graph_task_id()
@@ -83,11 +87,16 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             else:
                 result = self.measure(module, layer)
         self._results[module] = (backward, result)
-        setattr(module.weight, self.savefield, result)
+        if self.mirrored:
+            setattr(weight, self.savefield, result)
 
     def clear(self) -> None:
         """Forget all results."""
         self._results.clear()
+
+    def get(self, module: nn.Module) -> Q | None:
+        """Look up the result of a layer; None where there is none."""
+        return self._results[module][1] if module in self._results else None
 
     def __contains__(self, module: nn.Module) -> bool:
         """Whether a backward pass has measured this layer."""

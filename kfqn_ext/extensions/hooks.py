@@ -86,7 +86,7 @@ def input_gradients_only(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(True)
 
 
-@torch.compiler.disable  # a graph break, where a traced hook would vanish without a word
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, where a traced hook would vanish without a word
 def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
     """Forward hook: have the active extensions run once the gradient of this output is known."""
     if not (disable.should_store_io() and torch.is_grad_enabled() and isinstance(output, Tensor)):
@@ -113,7 +113,7 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
         if CTX.get_active_exts():
             _run_extensions(module, x, g.detach().reshape(shape))
 
-    watched.register_hook(run)
+    watched.register_hook(run)  # type: ignore[no-untyped-call]
 
 
 def _run_extensions(module: nn.Module, x: Tensor, g: Tensor) -> None:

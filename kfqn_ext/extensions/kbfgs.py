@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from kfqn_ext.errors import MissingQuantitiesError
@@ -54,7 +55,8 @@ class GramOperator:
             )
         total = sum(x.shape[0] for x in self.inputs)
         s = s.to(self.inputs[0].dtype)
-        products = [self.geometry.gram_product(x, s) * (x.shape[0] / total) for x in self.inputs]
+        with torch.autocast(s.device.type, enabled=False):
+            products = [self.geometry.gram_product(x, s) * (x.shape[0] / total) for x in self.inputs]
         return sum(products[1:], start=products[0])
 
 
@@ -153,7 +155,8 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
         locations = (old_T + new_T) / data
         by_data, by_location = new.num_data / data, new_T / (old_T + new_T)
         # Σ over data and locations of what autograd gave adds up; `dh` is its mean for the whole batch's scaling.
-        grad = [q.num_locations if self.reduction == "mean" else q.num_data * q.num_locations / data for q in (old, new)]
+        shares = (1.0, 1.0) if self.reduction == "mean" else (old.num_data / data, new.num_data / data)
+        grad = [share * q.num_locations for share, q in zip(shares, (old, new), strict=True)]
         operators = [q.operator for q in (old, new) if q.operator is not None]
         return LayerMoments(
             a_bar=old.a_bar.lerp(new.a_bar, by_location),

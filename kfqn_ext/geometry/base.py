@@ -130,11 +130,12 @@ def refusal(module: nn.Module) -> str | None:
         return "its weight is used by MultiheadAttention without calling the layer"
     if parametrize.is_parametrized(module):
         return "its parameters are parametrized: the weight it multiplies with is not the one that is trained"
-    overridden = [m for m in _REGISTRY[kind][1] if m in vars(module) or getattr(type(module), m) is not getattr(kind, m)]
+    methods = _REGISTRY[kind][1]
+    overridden = [m for m in methods if m in vars(module) or getattr(type(module), m) is not getattr(kind, m)]
     if overridden:
         return f"it overrides {kind.__name__}.{overridden[0]}, so it may not compute h = W a"
     weight = module.weight
-    if isinstance(weight, nn.parameter.UninitializedTensorMixin):
+    if isinstance(weight, nn.UninitializedParameter):
         return "its lazy weight is not initialized; run one forward pass first"
     if not isinstance(weight, nn.Parameter) or not weight.is_leaf:
         return "its weight is computed from other tensors (old weight_norm or spectral_norm?)"

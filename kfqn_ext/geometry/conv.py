@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import grad as conv_grad
 
 from kfqn_ext.geometry.base import LayerGeometry, register
+from kfqn_ext.geometry.conv_gram import correlation_gram
 
 _CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _WEIGHT_GRAD: dict[int, Callable[..., Tensor]] = {
@@ -121,9 +122,30 @@ class ConvGeometry(LayerGeometry):
         return self._block_view(rearrange(As, "(g k) d -> g d k", k=k)) / num_data
 
     def gram(self, x: Tensor) -> Tensor:  # noqa: D102
+        padded = self.pad(x)
+        if not self._correlations_pay(padded):
+            return self._patch_gram(x)
+        A = x.new_empty(self.groups, self.d_in, self.d_in)
+        inner = self.d_in - self.has_bias
+        A[:, :inner, :inner] = correlation_gram(padded, self.kernel_size, self.groups, _WEIGHT_GRAD[self.dims])
+        A /= x.shape[0]
+        if self.has_bias:
+            sizes = zip(padded.shape[2:], self.kernel_size, strict=True)
+            num_locations = torch.Size([n - k + 1 for n, k in sizes]).numel()
+            A[:, inner] = A[:, :, inner] = num_locations * self.mean_patch(x).reshape(self.groups, -1)
+        return self._block_view(A)
+
+    def _correlations_pay(self, padded: Tensor) -> bool:
+        """Whether A costs less by correlations: not where the border is most of the input (measured for 3×3)."""
+        if any(step != 1 for step in (*self.stride, *self.dilation)) or max(self.kernel_size) == 1:
+            return False
+        return all(n - k + 1 >= 4 * (k - 1) for n, k in zip(padded.shape[2:], self.kernel_size, strict=True))
+
+    def _patch_gram(self, x: Tensor) -> Tensor:
+        """A from its patches, a few data at a time."""
         A = x.new_zeros(*self.blocks, self.d_in, self.d_in)
         patches_per_datum = self.patches(x[:1]).numel()
-        for chunk in x.split(max(1, _PATCH_BUDGET // patches_per_datum)):
+        for chunk in torch.split(x, max(1, _PATCH_BUDGET // patches_per_datum)):
             a = rearrange(self.patches(chunk), "n t ... d -> ... (n t) d")
             A += a.mT @ a
         return A.div_(x.shape[0])
@@ -132,15 +154,16 @@ class ConvGeometry(LayerGeometry):
         return g.sum((0, *range(2, g.ndim))).reshape(*self.blocks, self.d_out)
 
     def sum_abs_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
-        return torch.linalg.vector_norm(g, ord=1, dim=(0, *range(2, g.ndim))).reshape(*self.blocks, self.d_out)
+        norms: Tensor = torch.linalg.vector_norm(g, ord=1, dim=(0, *range(2, g.ndim)))
+        return norms.reshape(*self.blocks, self.d_out)
 
     def patches(self, x: Tensor) -> Tensor:  # noqa: D102
         x = self.pad(x)
         for i, (k, stride, dilation) in enumerate(zip(self.kernel_size, self.stride, self.dilation, strict=True)):
             x = x.unfold(2 + i, dilation * (k - 1) + 1, stride)[..., ::dilation]
         t = " ".join(f"t{i}" for i in range(self.dims))
-        k = " ".join(f"k{i}" for i in range(self.dims))
-        a = rearrange(x, f"n (g j) {t} {k} -> n ({t}) g (j {k})", g=self.groups)
+        delta = " ".join(f"k{i}" for i in range(self.dims))
+        a = rearrange(x, f"n (g j) {t} {delta} -> n ({t}) g (j {delta})", g=self.groups)
         if self.has_bias:
             a = torch.cat((a, a.new_ones(*a.shape[:-1], 1)), dim=-1)
         return a if self.groups > 1 else a.squeeze(2)

@@ -1,6 +1,7 @@
 """What one layer saw in one forward-backward pass: all that a quantity may be computed from."""
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,8 @@ class LayerPass:
         Returns:
             The pass.
         """
-        weight, bias = module.weight.detach(), getattr(module, "bias", None)
+        weight: Tensor = cast(Any, module.weight).detach()
+        bias: Tensor | None = getattr(module, "bias", None)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         x, g = geometry.as_batch(x.detach()), geometry.as_batch(g.detach())
         total = x.shape[0]

@@ -1,5 +1,7 @@
 """Linear layers: with more than two dimensions of input, the middle ones are locations."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -8,7 +10,7 @@ from kfqn_ext.geometry.base import LayerGeometry, register
 
 def _by_location(x: Tensor) -> Tensor:
     """[N, ..., d] → [N, T, d]."""
-    return x.reshape(x.shape[0], -1, x.shape[-1])
+    return x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2)
 
 
 class LinearGeometry(LayerGeometry):
@@ -17,9 +19,9 @@ class LinearGeometry(LayerGeometry):
     @classmethod
     def of(cls, module: nn.Module) -> "LinearGeometry":
         """Read the geometry off an ``nn.Linear``."""
-        d_out, d_in = module.weight.shape
-        has_bias = module.bias is not None
-        return cls(d_in=d_in + has_bias, d_out=d_out, groups=1, has_bias=has_bias)
+        linear = cast(nn.Linear, module)
+        has_bias = linear.bias is not None
+        return cls(linear.weight.shape[1] + has_bias, linear.weight.shape[0], groups=1, has_bias=has_bias)
 
     def as_batch(self, x: Tensor) -> Tensor:  # noqa: D102
         return x if x.ndim > 1 else x.unsqueeze(0)
@@ -52,7 +54,8 @@ class LinearGeometry(LayerGeometry):
         return g.flatten(0, -2).sum(0)
 
     def sum_abs_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
-        return torch.linalg.vector_norm(g.flatten(0, -2), ord=1, dim=0)
+        norms: Tensor = torch.linalg.vector_norm(g.flatten(0, -2), ord=1, dim=0)
+        return norms
 
     def patches(self, x: Tensor) -> Tensor:  # noqa: D102
         x = _by_location(x)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg.pairs import dot, unit_pair
+from kfqn_ext.linalg.pairs import RESOLUTION, dot, unit_pair
 
 
 def bfgs_update_(H: Tensor, s: Tensor, y: Tensor) -> Tensor:
@@ -30,7 +30,11 @@ def bfgs_update_(H: Tensor, s: Tensor, y: Tensor) -> Tensor:
     s, y, kept = unit_pair(s, y, H.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True))
     Hy = torch.matmul(H, y.unsqueeze(-1)).squeeze(-1)
     yHy = dot(y, Hy)
-    usable = torch.isfinite(yHy) & (yHy >= 0)  # else H lost its definiteness, and no update should build on it
+    # A negative yᵀHy tells of an H that lost its definiteness. And the term that is added, of norm sᵀs (1 + yᵀHy),
+    # must leave the smallest eigenvalue of H above its own rounding error.
+    smallest = H.diagonal(dim1=-2, dim2=-1).amin(-1, keepdim=True)
+    usable = torch.isfinite(yHy) & (yHy >= 0)
+    usable &= RESOLUTION * torch.finfo(H.dtype).eps * dot(s, s) * (1.0 + yHy) < smallest
     s = torch.where(usable, s, 0.0)
     w = torch.where(usable, 0.5 * (1.0 + yHy) * s - Hy, 0.0)
     d = H.shape[-1]

@@ -10,12 +10,13 @@ from torch import Tensor
 # sᵀy is a sum whose rounding error is about ε‖s‖‖y‖; a pair counts only where sᵀy is known to two digits.
 _SIGNIFICANCE = 100.0
 # H⁺ has an eigenvalue near sᵀy / yᵀy. Under ε‖H‖ the rounding of H itself could make it negative.
-_RESOLUTION = 10.0
+RESOLUTION = 10.0
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Inner product over the last dimension, which is kept: [*B, d], [*B, d] → [*B, 1]."""
-    return torch.linalg.vecdot(a, b).unsqueeze(-1)
+    product: Tensor = torch.linalg.vecdot(a, b)
+    return product.unsqueeze(-1)
 
 
 def common_scale(s: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +48,7 @@ def unit_pair(s: Tensor, y: Tensor, norm_H: Tensor) -> tuple[Tensor, Tensor, Ten
     s, y = common_scale(s, y)
     sy, ss, yy = dot(s, y), dot(s, s), dot(y, y)
     kept = sy > _SIGNIFICANCE * eps * ss.sqrt() * yy.sqrt()
-    kept &= _RESOLUTION * eps * norm_H * yy < sy
+    kept &= RESOLUTION * eps * norm_H * yy < sy
     # A pair of length 1 whose curvature is below the smallest normal number has no usable 1 / sᵀy.
     kept &= sy > torch.finfo(s.dtype).tiny
     kept &= torch.isfinite(ss + yy + norm_H)

@@ -2,7 +2,26 @@
 
 from kfqn_ext.optim.base import KroneckerOptimizer
 from kfqn_ext.optim.kbfgs import KBFGS, KBFGSL
+from kfqn_ext.optim.kbfgs20 import KBFGS20, KBFGSL20
+from kfqn_ext.optim.kfac import KFAC
 from kfqn_ext.optim.objective import Minibatch
-from kfqn_ext.optim.recipe import Recipe
+from kfqn_ext.optim.provable import ProvableKBFGSL, kappa_bounds, theorem_step_sizes
+from kfqn_ext.optim.recipe import Recipe, SecondPass
+from kfqn_ext.optim.schedules import burn_in, dense_then
 
-__all__ = ["KBFGS", "KBFGSL", "KroneckerOptimizer", "Minibatch", "Recipe"]
+__all__ = [
+    "KBFGS",
+    "KBFGS20",
+    "KBFGSL",
+    "KBFGSL20",
+    "KFAC",
+    "KroneckerOptimizer",
+    "Minibatch",
+    "ProvableKBFGSL",
+    "Recipe",
+    "SecondPass",
+    "burn_in",
+    "dense_then",
+    "kappa_bounds",
+    "theorem_step_sizes",
+]

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from kfqn_ext.optim.base import KroneckerOptimizer
 from kfqn_ext.optim.recipe import Recipe
+from kfqn_ext.optim.schedules import BURN_IN, Schedule
 from kfqn_ext.optim.sides import DenseSecant, HessianAction, LimitedSecant
 
 
@@ -32,11 +33,12 @@ class KBFGS(KroneckerOptimizer):
         model: nn.Module,
         params: Any = None,
         *,
-        lr: float | Tensor = 0.3,
-        damping: float = 30.0,
-        curvature_update_freq: int = 20,
+        lr: float | Tensor | Schedule = 0.3,
+        damping: float | Schedule = 30.0,
+        curvature_update_freq: int | Schedule = BURN_IN,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
+        step_cap: float | None = None,
         reduction: str = "mean",
     ) -> None:
         """See :class:`KroneckerOptimizer`."""
@@ -49,6 +51,7 @@ class KBFGS(KroneckerOptimizer):
             curvature_update_freq=curvature_update_freq,
             momentum=momentum,
             weight_decay=weight_decay,
+            step_cap=step_cap,
             reduction=reduction,
         )
 
@@ -64,12 +67,13 @@ class KBFGSL(KroneckerOptimizer):
         model: nn.Module,
         params: Any = None,
         *,
-        lr: float | Tensor = 0.3,
-        damping: float = 30.0,
-        curvature_update_freq: int = 20,
+        lr: float | Tensor | Schedule = 0.3,
+        damping: float | Schedule = 30.0,
+        curvature_update_freq: int | Schedule = BURN_IN,
         history_size: int = 100,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
+        step_cap: float | None = None,
         reduction: str = "mean",
     ) -> None:
         """See :class:`KroneckerOptimizer`; ``history_size`` is p, how many pairs are kept."""
@@ -82,5 +86,6 @@ class KBFGSL(KroneckerOptimizer):
             curvature_update_freq=curvature_update_freq,
             momentum=momentum,
             weight_decay=weight_decay,
+            step_cap=step_cap,
             reduction=reduction,
         )

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from kfqn_ext.optim.targets import Sampler, sampler_for, terms_per_datum
 
 
 class Minibatch:
@@ -18,7 +21,14 @@ class Minibatch:
         >>> loss = optimizer.step(batch)
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], x: Any, y: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        x: Any,
+        y: Any,
+        sample_targets: Sampler | None = None,
+    ) -> None:
         """Hold a minibatch.
 
         Args:
@@ -26,6 +36,9 @@ class Minibatch:
             loss_fn: Maps (model output, y) to a scalar, a mean over data unless the optimizer was told "sum".
             x: The model's input; data along dimension 0 of a tensor.
             y: The targets.
+            sample_targets: f(output, y, generator) -> targets from the predictive distribution, for optimizers that
+                sample (KFAC). Not needed for cross entropy, binary cross entropy with logits and squared error of
+                ``torch.nn``; for a loss that averages nothing but data, one of :mod:`kfqn_ext.optim.targets`.
 
         Raises:
             ValueError: If ``x`` is a tensor without data.
@@ -39,6 +52,7 @@ class Minibatch:
         self.loss_fn = loss_fn
         self.x = x
         self.y = y
+        self.sample_targets = sample_targets
 
     def loss(self) -> Tensor:
         """Evaluate the loss.
@@ -46,14 +60,7 @@ class Minibatch:
         Raises:
             ValueError: If the loss is not a scalar.
         """
-        loss = self.loss_fn(self.model(self.x), self.y)
-        if not isinstance(loss, Tensor) or loss.ndim != 0:
-            found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
-            raise ValueError(
-                f"Minibatch: the loss has {found}, not that of a scalar. Let loss_fn average over data, "
-                "e.g. reduction='mean' or .mean()."
-            )
-        return loss
+        return self._checked(self.loss_fn(self.model(self.x), self.y))
 
     def __call__(self) -> Tensor:
         """Clear gradients, evaluate the loss, run its backward pass, and return it."""
@@ -61,3 +68,32 @@ class Minibatch:
         self.model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def sampled(self, seed: int) -> None:
+        """Run a forward and backward pass of the loss with targets sampled from the predictive distribution.
+
+        A loss that averages K likelihood terms of a datum is scaled by √K, so that the second moment of its
+        gradients is the curvature of the loss.
+
+        Args:
+            seed: Seeds the sampling, which leaves the global random numbers alone.
+
+        Raises:
+            ValueError: If nothing says what distribution the loss belongs to.
+        """
+        output = self.model(self.x)
+        sampler, averaged = (self.sample_targets, False) if self.sample_targets else sampler_for(self.loss_fn)
+        generator = torch.Generator(output.device).manual_seed(seed)
+        y = sampler(output, self.y, generator)
+        loss = self._checked(self.loss_fn(output, y)) * terms_per_datum(output, self.y, sampler, averaged) ** 0.5
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _checked(loss: Tensor) -> Tensor:
+        if not isinstance(loss, Tensor) or loss.ndim != 0:
+            found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise ValueError(
+                f"Minibatch: the loss has {found}, not that of a scalar. Let loss_fn average over data, "
+                "e.g. reduction='mean' or .mean()."
+            )
+        return loss

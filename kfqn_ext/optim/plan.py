@@ -62,7 +62,7 @@ def make_plan(model: nn.Module, group_of: dict[Tensor, int]) -> Plan:
         UnsupportedLayerError: If no layer can be measured.
     """
     layers, reasons = _find_layers(model, group_of)
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     strangers = [tuple(p.shape) for p in group_of if p not in names]
     if strangers:
         raise ValueError(
@@ -82,7 +82,9 @@ def make_plan(model: nn.Module, group_of: dict[Tensor, int]) -> Plan:
 
 
 def _find_layers(model: nn.Module, group_of: dict[Tensor, int]) -> tuple[dict[Tensor, Layer], dict[Tensor, str]]:
-    owners = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+    owners: Counter[Tensor] = Counter(
+        p for module in model.modules() for p in module._parameters.values() if p is not None
+    )
     layers: dict[Tensor, Layer] = {}
     reasons: dict[Tensor, str] = {}
     for name, module in model.named_modules():

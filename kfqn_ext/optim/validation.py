@@ -18,8 +18,8 @@ def check_group(group: dict[str, Any]) -> None:
     _require(group["damping"] > 0, "damping", group["damping"], "positive: A + λ_A I must be invertible")
     _require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "in [0, 1)")
     _require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "at least 0")
-    T = group["curvature_update_freq"]
-    _require(isinstance(T, int) and T >= 1, "curvature_update_freq", T, "an integer of at least 1")
+    for key in ("curvature_update_freq", "inverse_update_freq"):
+        _require(isinstance(group[key], int) and group[key] >= 1, key, group[key], "an integer of at least 1")
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:

@@ -1,60 +1,114 @@
-"""What an optimizer asks of the two sides of a layer's block, and what it shows them."""
+"""What an optimizer asks of the two sides of a layer's block, and what it shows them.
+
+A side is a rule without state of its own: what it learns is in the layer's state, a dictionary of tensors. Dampings
+come as tensors [*B].
+"""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
-from kfqn_ext.extensions import LayerMoments
+from kfqn_ext.extensions import Gram, KroneckerFactors, LayerMoments, Power
 
 State = dict[str, Tensor]
+Kind = Literal["moments", "gram", "factors", "power"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the extensions measured of one layer in one pass; None where nothing asked for it."""
+
+    moments: LayerMoments | None = None
+    gram: Gram | None = None
+    factors: KroneckerFactors | None = None
+    power: Power | None = None
+
+    @property
+    def A(self) -> Tensor | None:
+        """This minibatch's A where it was formed, [*B, d_in, d_in]."""
+        return self.gram.A if self.gram is not None else None if self.factors is None else self.factors.Omega
+
+    @property
+    def num_locations(self) -> float | None:
+        """|T|."""
+        return next((m.num_locations for m in (self.moments, self.gram, self.factors) if m is not None), None)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What was measured of one layer around one step.
+    """What was measured of one layer in the two passes over a minibatch."""
 
-    Attributes:
-        first: Moments in the pass before the step.
-        second: Moments in the pass over the same minibatch after it, or None where the recipe has none.
-        A: This minibatch's A, [*B, d_in, d_in], or None where nothing asked for it.
-    """
-
-    first: LayerMoments
-    second: LayerMoments | None = None
-    A: Tensor | None = None
+    first: Measured
+    second: Measured
 
 
-class InputSide(Protocol):
+class Side:
+    """What both sides have in common; by default there is nothing to measure and nothing to refresh."""
+
+    first: ClassVar[tuple[Kind, ...]] = ()
+    """What ``learn`` needs from the first pass."""
+    second: ClassVar[tuple[Kind, ...]] = ()
+    """What ``learn`` needs from the second pass."""
+    starts_from: ClassVar[tuple[Kind, ...]] = ()
+    """What ``start`` needs from a pass."""
+
+    def refresh(self, state: State, damping: Tensor) -> None:
+        """Recompute what is not updated with every pair; when the inverse update is due."""
+
+    def power(self, state: State) -> Tensor | None:
+        """Mean eigenvalue of the factor, [*B], where the side knows it."""
+        return None
+
+
+class InputSide(Side):
     """H_A, an approximate inverse of A + λ_A I, in a layer's state."""
 
-    needs_gram: bool
-    """Whether ``learn`` needs this minibatch's A, formed."""
+    starts_from: ClassVar[tuple[Kind, ...]] = ("gram",)
 
-    def start(self, state: State, A: Tensor, damping: float) -> None:
-        """Make the initial H_A from the data set's A, or the first minibatch's."""
+    def start(self, state: State, A: Tensor, damping: Tensor) -> None:
+        """Make the initial H_A from the data set's A, or the first minibatch's; A may be kept."""
+        raise NotImplementedError
 
     def probe(self, state: State, a_bar: Tensor) -> Tensor | None:
         """Choose the direction s for which A s is wanted from the first pass; None for none."""
+        return None
 
-    def learn(self, state: State, seen: Seen, damping: float) -> Tensor:
-        """Update H_A in place; return which of [*B] changed."""
+    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:
+        """Update H_A."""
+        raise NotImplementedError
 
     def precondition(self, state: State, M: Tensor) -> Tensor:
         """M H_A: [*B, d_out, d_in]."""
+        return M @ state["H_A"]
 
 
-class OutputSide(Protocol):
+class OutputSide(Side):
     """H_G, an approximate inverse of G + λ_G I, in a layer's state."""
 
-    needs_second_pass: bool
-    """Whether ``learn`` needs the moments of a second pass."""
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:
+        """Make the initial H_G; ``like``, [*B, d_out], gives shape, dtype and device."""
+        raise NotImplementedError
 
-    def start(self, state: State, a_row: Tensor, damping: float) -> None:
-        """Make the initial H_G; ``a_row``, [*B, d_out], gives shape, dtype and device."""
-
-    def learn(self, state: State, seen: Seen, damping: float) -> Tensor:
-        """Update H_G in place; return which of [*B] changed."""
+    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:
+        """Update H_G."""
+        raise NotImplementedError
 
     def precondition(self, state: State, M: Tensor) -> Tensor:
         """H_G M: [*B, d_out, d_in]."""
+        return state["H_G"] @ M
+
+
+def count(state: State, key: str, *events: Tensor) -> None:
+    """Add up which of [*B] had each event, in a counter under ``key``: int64 [len(events), *B]."""
+    happened = torch.stack(events).to(torch.int64)
+    if key in state:
+        state[key] += happened
+    else:
+        state[key] = happened
+
+
+def times(H: Tensor, v: Tensor) -> Tensor:
+    """H v: [*B, d, d], [*B, d] → [*B, d]."""
+    return (H @ v.unsqueeze(-1)).squeeze(-1)

@@ -1,37 +1,97 @@
-"""H_A by BFGS along s = H_A ā with the exact action y = A s + λ_A s of a matrix that is known."""
+"""H_A by BFGS along s = H_A ā with the exact action y = A s + λ_A s of a matrix that is known, ``eq_1``."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kfqn_ext.linalg import bfgs_update_, damped_inverse
-from kfqn_ext.optim.sides.base import Seen, State
+from kfqn_ext.optim.sides.base import InputSide, Kind, Seen, State, count, times
+from kfqn_ext.optim.sides.pairs import start_pairs, times_pairs, update_pairs
 
 
-def _times(H: Tensor, v: Tensor) -> Tensor:
-    return (H @ v.unsqueeze(-1)).squeeze(-1)
+def _action(side: InputSide, state: State, seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """(s, A s + λ_A s) for this minibatch's A; the pass that made the first H_A has formed A instead of probing."""
+    moments = seen.first.moments
+    assert moments is not None
+    s, A_s = moments.s, moments.A_s
+    if s is None or A_s is None:
+        assert seen.first.A is not None
+        s = side.precondition(state, moments.a_bar.unsqueeze(-2)).squeeze(-2)
+        A_s = times(seen.first.A, s)
+    # |T| āᵀ H_A ā ≤ 1 for every exact inverse; how far above 1 it is tells how stale H_A is.
+    state["leverage"] = (s * moments.a_bar).sum(-1) * moments.num_locations
+    return s, A_s + damping.unsqueeze(-1) * s
 
 
 @dataclass(frozen=True)
-class HessianAction:
-    """"Minibatched" Hessian-action BFGS, ``eq_1``: A is this minibatch's and is never formed."""
+class HessianAction(InputSide):
+    """Hessian-action BFGS, "minibatched": A is this minibatch's and is never formed."""
 
-    needs_gram = False
+    first: ClassVar[tuple[Kind, ...]] = ("moments",)
 
-    def start(self, state: State, A: Tensor, damping: float) -> None:  # noqa: D102
+    def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
         state["H_A"] = damped_inverse(A, damping)
 
     def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
         # None in the very pass that measures A for the first H_A.
-        return _times(state["H_A"], a_bar) if "H_A" in state else None
+        return times(state["H_A"], a_bar) if "H_A" in state else None
 
-    def learn(self, state: State, seen: Seen, damping: float) -> Tensor:  # noqa: D102
-        s, A_s = seen.first.s, seen.first.A_s
-        if s is None or A_s is None:
-            assert seen.A is not None  # the pass that made the first H_A has formed A
-            s = _times(state["H_A"], seen.first.a_bar)
-            A_s = _times(seen.A, s)
-        return bfgs_update_(state["H_A"], s, A_s + damping * s)
+    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        kept = bfgs_update_(state["H_A"], *_action(self, state, seen, damping))
+        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept)
+
+
+@dataclass(frozen=True)
+class MovingHessianAction(HessianAction):
+    """Hessian-action BFGS of K-BFGS-20: A is a moving average of the minibatches', formed and kept.
+
+    Attributes:
+        decay: β in A ← βA + (1 - β) A of this minibatch.
+    """
+
+    decay: float = 0.9
+    first: ClassVar[tuple[Kind, ...]] = ("moments", "gram")
+
+    def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
+        super().start(state, A, damping)
+        state["A"] = A
+
+    def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
+        return None
+
+    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        moments, A = seen.first.moments, seen.first.A
+        assert moments is not None and A is not None
+        finite = torch.isfinite(A).all(-1, keepdim=True).all(-2, keepdim=True)
+        state["A"].lerp_(torch.where(finite, A, state["A"]), 1.0 - self.decay)
+        s = times(state["H_A"], moments.a_bar)
+        state["leverage"] = (s * moments.a_bar).sum(-1) * moments.num_locations
+        kept = bfgs_update_(state["H_A"], s, times(state["A"], s) + damping.unsqueeze(-1) * s)
+        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept)
+
+
+@dataclass(frozen=True)
+class LimitedHessianAction(InputSide):
+    """Minibatched Hessian action with L-BFGS: H_A from I / λ_A and the last p pairs, p d_in numbers.
+
+    Attributes:
+        memory: p.
+    """
+
+    memory: int = 100
+    first: ClassVar[tuple[Kind, ...]] = ("moments",)
+
+    def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
+        start_pairs(state, "A", A.diagonal(dim1=-2, dim2=-1), self.memory, damping)
+
+    def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
+        return times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else None
+
+    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        kept = update_pairs(state, "A", *_action(self, state, seen, damping), damping)
+        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept)
 
     def precondition(self, state: State, M: Tensor) -> Tensor:  # noqa: D102
-        return M @ state["H_A"]
+        return times_pairs(state, "A", M.mT).mT

@@ -1,0 +1,253 @@
+"""``estimate_curvature``: the ladder for layers whose block is too large to form."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from kfqn_ext.curvature import metrics
+from kfqn_ext.curvature.estimates import Probed
+from kfqn_ext.curvature.factors import (
+    HasState,
+    expected_fisher_factor,
+    gauss_newton_roots,
+    gram,
+    held_damping,
+    held_inverses,
+    sampled_output_factor,
+)
+from kfqn_ext.curvature.krylov import nearest_kronecker_of_roots, spectral_norm
+from kfqn_ext.curvature.ladder import by_name, chosen_layers, default_damping
+from kfqn_ext.curvature.operators import KroneckerOperator, Multiplication, Operator, RootsOperator, ScaledIdentity
+from kfqn_ext.curvature.problem import LayerLoss, LossFn
+from kfqn_ext.curvature.products import HessianProduct, OutputHessian
+from kfqn_ext.curvature.report import FLOOR, GRADIENT, CurvatureReport, LayerReport, Row
+from kfqn_ext.curvature.rungs import Facts
+from kfqn_ext.linalg import kronecker_product
+
+
+@dataclass(frozen=True)
+class OperatorRung:
+    """A rung that is not formed; the attributes are those of :class:`~kfqn_ext.curvature.rungs.Rung`."""
+
+    name: str
+    label: str
+    operator: Operator
+    damping: float = 0.0
+    inverses: tuple[Tensor, Tensor] | None = None
+
+    def direction(self, gradient: Tensor, damping: float) -> Tensor:
+        """(M + λI)⁻¹ g, or H_G g H_A: [*B, d_out, d_in]."""
+        if self.inverses is not None:
+            return kronecker_product(self.inverses[1], gradient, self.inverses[0])
+        return self.operator.solve(damping - self.damping, gradient)
+
+
+def estimate_curvature(
+    model: nn.Module,
+    loss_fn: LossFn,
+    x: Any,
+    y: Any,
+    layers: Sequence[str | nn.Module] | None = None,
+    optimizers: Mapping[str, HasState] | HasState | None = None,
+    *,
+    damping: float | None = None,
+    probes: int = 16,
+    location_probes: int = 8,
+    spectra: bool = True,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    memory_budget: int = 2**30,
+    progress: bool = True,
+) -> CurvatureReport:
+    """Compare a large layer's exact Hessian with its approximations by products only.
+
+    Frobenius errors and cosines are estimated from ``probes`` Hessian-vector products with random signs and come
+    with standard errors; extreme eigenvalues and spectral errors are Lanczos', Newton's direction is MINRES', both
+    scipy's. The factors of each rung are exact except G, which ``location_probes`` random signs estimate. The
+    nearest Kronecker product is that of the Gauss-Newton matrix, by Lanczos on its rearranged operator: it is the
+    exact block's floor where both are equal, as in piecewise linear networks with BatchNorm in evaluation mode.
+
+    Example:
+        >>> import torch
+        >>> from kfqn_ext.curvature import estimate_curvature
+        >>> model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+        >>> x, y = torch.rand(8, 6), torch.arange(8) % 2
+        >>> report = estimate_curvature(model, torch.nn.functional.cross_entropy, x, y, ["0"], progress=False)
+        >>> row = report["0", "A ⊗ G"]
+        >>> row.error > 0, row.error_se > 0
+        (True, True)
+
+    Args:
+        model: The model; it is left untouched, see :func:`exact_block`.
+        loss_fn: Maps (model output, y) to a scalar, a mean over data.
+        x: The model's input, one minibatch.
+        y: The targets.
+        layers: Names of layers, or layers; all that can be measured if None.
+        optimizers: Trained optimizers of this model by the name to show, or one.
+        damping: λ, as :func:`curvature_ladder`.
+        probes: Hessian-vector products for norms and inner products; at least 2.
+        location_probes: Random signs for G, d_out products each.
+        spectra: Whether to compute extreme eigenvalues and spectral errors: some 50 products a rung.
+        seed: Seed of the probes; the global generators are not used.
+        dtype: Dtype to compute in; None for the model's own.
+        memory_budget: Bytes that the Gauss-Newton matrix's N · K roots may take, K the size of an output; without
+            them, the rungs that need them are left out.
+        progress: Whether to show progress bars.
+
+    Returns:
+        The report, without pictures of matrices.
+
+    Raises:
+        ValueError: As :func:`exact_block`; and for fewer than two probes.
+        UnsupportedLayerError: As :func:`exact_block`.
+        ModuleNotFoundError: If scipy is not installed.
+    """
+    if probes < 2 or location_probes < 1:
+        raise ValueError(f"probes={probes} must be at least 2, location_probes={location_probes} at least 1.")
+    report = []
+    for layer in chosen_layers(model, layers):
+        problem = LayerLoss(model, loss_fn, x, y, layer, dtype)
+        estimate = _LayerEstimate(problem, by_name(optimizers), location_probes, memory_budget)
+        report.append(estimate.run(damping, probes, spectra, seed, progress))
+    return CurvatureReport(report)
+
+
+class _LayerEstimate:
+    """One layer's operators and what is measured of them."""
+
+    def __init__(
+        self, problem: LayerLoss, optimizers: Mapping[str, HasState], location_probes: int, memory_budget: int
+    ) -> None:
+        self.problem, self.optimizers, self.notes = problem, optimizers, list[str]()
+        self.roots: Tensor | None = None
+        self.facts = self._measure(location_probes, memory_budget)
+        self.hessian = HessianProduct(problem)
+
+    def _measure(self, location_probes: int, memory_budget: int) -> Facts:
+        """Patches, factors and roots; the graph by the outputs is let go afterwards."""
+        hessian = OutputHessian(self.problem)
+        N, T = hessian.a.shape[:2]
+        exact = T == 1 and not hessian.coupled and hessian.a.shape[2] == 1
+        G = sampled_output_factor(hessian, 1 if exact else location_probes)
+        if not exact:
+            self.notes.append(f"G is estimated with {location_probes} random signs for each location.")
+        if hessian.coupled:
+            self.notes.append("One datum's gradient depends on other data (BatchNorm in training mode?).")
+        Gamma = None
+        try:
+            Gamma = expected_fisher_factor(self.problem, hessian, location_probes)
+            self._keep_roots(hessian, location_probes, memory_budget)
+        except TypeError as error:
+            self.notes.append(str(error))
+        return Facts(gram(hessian.a), G, Gamma, N, T)
+
+    def _keep_roots(self, hessian: OutputHessian, probes: int, memory_budget: int) -> None:
+        W, z = self.problem.W, hessian.output
+        count = z[0].numel() * (probes if hessian.coupled else hessian.a.shape[0])
+        size = count * W.numel() * W.element_size()
+        if size > memory_budget:
+            self.notes.append(
+                f"The Gauss-Newton matrix's {count} roots take {size / 2**30:.1f} GiB, above memory_budget: left out."
+            )
+            return
+        roots = torch.cat(list(gauss_newton_roots(self.problem, hessian, probes)))
+        self.roots = roots if self.problem.geometry.blocks else roots.squeeze(1)
+
+    def _blocks(self, factors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return factors if self.problem.geometry.blocks else tuple(f.squeeze(0) for f in factors)
+
+    def _rungs(self, damping: float) -> Iterator[OperatorRung]:
+        facts, blocks = self.facts, self.problem.geometry.blocks
+        yield OperatorRung("A ⊗ G", "eq_4", KroneckerOperator(*self._blocks((facts.A, facts.G))))
+        aims = KroneckerOperator(*self._blocks(facts.damped(damping)))
+        yield OperatorRung("(A + λ_A I) ⊗ (G + λ_G I)", "algo_8", aims, damping)
+        for name, optimizer in self.optimizers.items():
+            held = held_inverses(optimizer, self.problem.weight, self.problem.W.dtype)
+            if held is None:
+                self.notes.append(f"{name} holds no H_A and H_G for layer {self.problem.name} (yet).")
+                continue
+            operator = KroneckerOperator(*(torch.linalg.inv(H) for H in held))
+            lam = held_damping(optimizer, self.problem.weight) or 0.0
+            yield OperatorRung(f"{name}: H_A⁻¹ ⊗ H_G⁻¹", "eq_18", operator, lam, held)
+        yield OperatorRung(GRADIENT, "", ScaledIdentity(damping), damping)
+        if self.roots is not None:
+            yield OperatorRung("Gauss-Newton", "", RootsOperator(self.roots, blocks))
+        if facts.Gamma is not None:
+            yield OperatorRung("Ω ⊗ Γ", "algo_1", KroneckerOperator(*self._blocks((facts.A, facts.Gamma))))
+        if self.roots is not None:
+            by_block = self.roots.transpose(0, 1) if blocks else self.roots.unsqueeze(0)
+            nearest = [nearest_kronecker_of_roots([V]) for V in by_block]
+            A, G = (torch.stack(factors) for factors in zip(*nearest, strict=True))
+            yield OperatorRung(f"{FLOOR} (of Gauss-Newton)", "", KroneckerOperator(*self._blocks((A, G))))
+
+    def run(self, damping: float | None, probes: int, spectra: bool, seed: int, progress: bool) -> LayerReport:
+        """Measure all rungs."""
+        like, exact = self.problem.W.detach(), Multiplication(self.hessian)
+        ends = exact.extremes(like) if spectra or damping is None else None
+        lam = self._damping(damping, ends)
+        rungs = [OperatorRung("exact block", "", exact), *self._rungs(lam)]
+        identity = Multiplication(lambda V: V)
+        rounds = tqdm(range(probes), desc=f"{self.problem.name}: probes", disable=not progress, leave=False)
+        probed = Probed.of([r.operator for r in rungs] + [identity], like, probes, seed, rounds)
+        newton = exact.solve(lam, self.hessian.gradient)
+        facts, report = self.facts, None
+        report = LayerReport(self.problem.name, self.problem.geometry, facts.num_data, facts.num_locations, self.notes)
+        for i, rung in enumerate(tqdm(rungs, desc=f"{self.problem.name}: rungs", disable=not progress, leave=False)):
+            row = Row(rung.name, rung.label, rung.damping or lam)
+            self._add_norms(row, rung, probed, i)
+            self._add_direction(row, rung, newton if not rung.damping else None, lam)
+            values = self._add_spectrum(row, rung, exact, ends) if spectra and ends is not None else None
+            report.add(row, values)
+        return report
+
+    def _damping(self, damping: float | None, ends: Tensor | None) -> float:
+        if damping is not None:
+            return damping
+        held = (held_damping(o, self.problem.weight) for o in self.optimizers.values())
+        first = next((value for value in held if value is not None), None)
+        if first is not None:
+            return first
+        assert ends is not None
+        return default_damping(float(ends[0]), float(ends[-1]))
+
+    def _add_norms(self, row: Row, rung: OperatorRung, probed: Probed, i: int) -> None:
+        identity = probed.inner.shape[-1] - 1
+        error, cosine = probed.relative_error(i), probed.cosine(i)
+        row.error, row.error_se, row.cosine, row.cosine_se = *_pair(error), *_pair(cosine)
+        aim = {0: -1.0, identity: -row.damping} if rung.damping else {0: -1.0}
+        aim[i] = aim.get(i, 0.0) + 1.0
+        row.damped_error = probed.ratio(aim, {0: 1.0, identity: row.damping}).value
+
+    def _add_direction(self, row: Row, rung: OperatorRung, newton: Tensor | None, damping: float) -> None:
+        g, lam, B = self.hessian.gradient, row.damping, self.hessian
+        if newton is None:
+            newton = Multiplication(B).solve(lam, g)
+        d = newton if rung.name == "exact block" else rung.direction(g, damping)
+        bend, newton_bend = ((v * B(v)).sum() for v in (d, newton))
+        row.angle = metrics.angle(d, newton)
+        row.decrease = metrics.best_decrease(g, d, bend)
+        share = metrics.best_decrease(g, d, bend + lam * (d * d).sum())
+        best = metrics.best_decrease(g, newton, newton_bend + lam * (newton * newton).sum())
+        row.share = share / best if 0 < best < math.inf else math.nan
+
+    def _add_spectrum(self, row: Row, rung: OperatorRung, exact: Operator, ends: Tensor) -> Tensor:
+        values = ends if rung.operator is exact else rung.operator.extremes(self.problem.W.detach())
+        row.lowest, row.highest = float(values[0]), float(values[-1])
+        if len(values) == self.problem.W.numel():
+            row.negative_mass = metrics.negative_mass(values)
+        if rung.operator is exact:
+            row.spectral_error = 0.0
+        else:
+            difference = Multiplication(lambda V: rung.operator(V) - exact(V))
+            norm = spectral_norm(difference, self.problem.W.detach())
+            row.spectral_error = norm / float(ends.abs().max())
+        return values
+
+
+def _pair(estimate: Any) -> tuple[float, float]:
+    return estimate.value, estimate.standard_error

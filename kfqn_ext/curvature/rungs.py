@@ -1,0 +1,183 @@
+"""The ladder itself: one matrix for each approximation of a layer's Hessian block, from exact to one product."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from kfqn_ext.curvature.factors import (
+    HasState,
+    gauss_newton_roots,
+    held_damping,
+    held_inverses,
+)
+from kfqn_ext.curvature.metrics import damped_solve
+from kfqn_ext.curvature.problem import LayerLoss
+from kfqn_ext.curvature.products import OutputHessian
+from kfqn_ext.curvature.sums import KroneckerSums, one_product_per_datum, uncorrelated_locations
+from kfqn_ext.curvature.vec import unvec, vec
+from kfqn_ext.linalg import kronecker_product
+from kfqn_ext.linalg.nearest import kron
+
+Extra = Callable[[str], Mapping[str, Tensor | tuple[Tensor, Tensor]]]
+"""For a layer's name: further rungs by name, each a matrix in the paper's order or two Kronecker factors."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One approximation of a layer's Hessian block.
+
+    Attributes:
+        name: What it is.
+        label: Where the paper has it; "" where it has not.
+        matrix: [G, p, p] with p = d_in · d_out in the paper's order; G blocks, one a channel group.
+        damping: λ that the matrix already contains.
+        inverses: H_A [G, d_in, d_in] and H_G [G, d_out, d_out] where it is held as the inverse H_A ⊗ H_G.
+        fisher: Whether these inverses are KFAC's, of Ω and Γ.
+    """
+
+    name: str
+    label: str
+    matrix: Tensor
+    damping: float = 0.0
+    inverses: tuple[Tensor, Tensor] | None = None
+    fisher: bool = False
+
+    def direction(self, gradient: Tensor, damping: float) -> Tensor:
+        """What it makes of a gradient: H_G g H_A where it is held as an inverse, otherwise (matrix + λI)⁻¹ g.
+
+        Args:
+            gradient: vec(∂W), [G, p].
+            damping: λ.
+
+        Returns:
+            [G, p].
+        """
+        if self.inverses is None:
+            return damped_solve(self.matrix, damping - self.damping, gradient)
+        H_A, H_G = self.inverses
+        return vec(kronecker_product(H_G, unvec(gradient, H_G.shape[-1]), H_A))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The factors of a layer's single Kronecker products. G blocks come first, also where G = 1.
+
+    Attributes:
+        A: E_n[Σ_t a_t a_tᵀ], ``eq_8``, equal to KFAC's Ω: [G, d_in, d_in].
+        G: E_n[mean_t G_{t,t}], ``eq_8``: [G, d_out, d_out].
+        Gamma: KFAC's Γ, [G, d_out, d_out]; None where the model's output has no Fisher matrix.
+        num_data: N.
+        num_locations: |T|.
+    """
+
+    A: Tensor
+    G: Tensor
+    Gamma: Tensor | None
+    num_data: int
+    num_locations: int
+
+    def damped(self, damping: float) -> tuple[Tensor, Tensor]:
+        """A + λ_A I and G + λ_G I with ``algo_8``'s split of λ, what K-BFGS wants its H_A and H_G to invert."""
+        T = self.num_locations
+        return _plus(self.A, sqrt(damping * T)), _plus(self.G, sqrt(damping / T))
+
+    def damped_fisher(self, damping: float) -> tuple[Tensor, Tensor] | None:
+        """Ω + π√λ I and Γ + √λ/π I with ``line_11``'s π, what KFAC inverts; None without Γ."""
+        if self.Gamma is None:
+            return None
+        means = [M.diagonal(dim1=-2, dim2=-1).mean(-1) for M in (self.A, self.Gamma)]
+        pi = (means[0] / means[1]).sqrt().unsqueeze(-1)
+        return _plus(self.A, pi * sqrt(damping)), _plus(self.Gamma, sqrt(damping) / pi)
+
+
+def paper_rungs(hessian: OutputHessian, sums: KroneckerSums, facts: Facts) -> list[Rung]:
+    """Build the rungs of the paper's derivation, from ``thm_4`` to ``eq_4``.
+
+    Args:
+        hessian: Products with the Hessian by the layer's outputs.
+        sums: Its sums of Kronecker products.
+        facts: The factors.
+
+    Returns:
+        The rungs, from the exact one to the single product.
+    """
+    rungs = [Rung("Σ A_tt' ⊗ G_tt'", "thm_4", sums.exact)]
+    if hessian.coupled:
+        rungs.append(Rung("independent data", "", sums.by_datum))
+    return [
+        *rungs,
+        Rung("uncorrelated locations", "eq_{1.5}", uncorrelated_locations(hessian.a, sums.G_tt)),
+        Rung("one product per datum", "eq_2.5", one_product_per_datum(hessian.a, sums.G_tt)),
+        Rung("A ⊗ G", "eq_4", kron(facts.A, facts.G)),
+    ]
+
+
+def fisher_rungs(problem: LayerLoss, hessian: OutputHessian, facts: Facts) -> list[Rung]:
+    """Build the Gauss-Newton block and KFAC's Ω ⊗ Γ, with the expectation over the predictive distribution exact.
+
+    Args:
+        problem: The layer.
+        hessian: Its output Hessian.
+        facts: The factors.
+
+    Returns:
+        Both rungs; none where the model's output has no Fisher matrix.
+    """
+    if facts.Gamma is None:
+        return []
+    gauss_newton = torch.zeros((), dtype=problem.W.dtype, device=problem.W.device)
+    for V in gauss_newton_roots(problem, hessian):
+        v = vec(V)
+        gauss_newton = gauss_newton + torch.einsum("mgp,mgq->gpq", v, v)
+    return [Rung("Gauss-Newton", "", gauss_newton), Rung("Ω ⊗ Γ", "algo_1", kron(facts.A, facts.Gamma))]
+
+
+def held_rungs(problem: LayerLoss, optimizers: Mapping[str, HasState]) -> Iterator[Rung | str]:
+    """Build H_A⁻¹ ⊗ H_G⁻¹ of each optimizer, or say that it has none.
+
+    Args:
+        problem: The layer.
+        optimizers: By the name to show.
+
+    Yields:
+        A rung, or a remark.
+    """
+    for name, optimizer in optimizers.items():
+        inverses = held_inverses(optimizer, problem.weight, problem.W.dtype)
+        if inverses is None:
+            yield f"{name} holds no H_A and H_G for layer {problem.name} (yet)."
+            continue
+        H_A, H_G = (H if problem.geometry.blocks else H.unsqueeze(0) for H in inverses)
+        matrix = kron(torch.linalg.inv(H_A), torch.linalg.inv(H_G))
+        damping = held_damping(optimizer, problem.weight) or 0.0
+        fisher = "Gamma" in optimizer.state[problem.weight]
+        yield Rung(f"{name}: H_A⁻¹ ⊗ H_G⁻¹", "eq_18", matrix, damping, (H_A, H_G), fisher)
+
+
+def extra_rungs(problem: LayerLoss, extra: Extra | None) -> list[Rung]:
+    """Build the caller's own rungs.
+
+    Raises:
+        ValueError: If a matrix does not have the block's shape.
+    """
+    geometry, rungs = problem.geometry, []
+    p = geometry.d_in * geometry.d_out
+    for name, given in (extra(problem.name) if extra is not None else {}).items():
+        matrix = given if isinstance(given, Tensor) else kron(*given)
+        if matrix.shape != (*geometry.blocks, p, p):
+            raise ValueError(
+                f"Rung {name!r} of layer {problem.name} has shape {list(matrix.shape)}, not "
+                f"{[*geometry.blocks, p, p]}: columns of W = [weight, bias] stacked, one block a channel group."
+            )
+        matrix = matrix.detach().to(problem.W)
+        rungs.append(Rung(name, "", matrix if geometry.blocks else matrix.unsqueeze(0)))
+    return rungs
+
+
+def _plus(matrix: Tensor, damping: float | Tensor) -> Tensor:
+    damped = matrix.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping)
+    return damped

@@ -1,0 +1,36 @@
+"""The paper's order of a layer's parameters, and torch's."""
+
+from torch import Tensor, cat
+
+from kfqn_ext.geometry import LayerGeometry
+
+ORDERS = ("paper", "torch")
+
+
+def vec(W: Tensor) -> Tensor:
+    """Stack the columns of W, [*B, d_out, d_in] → [*B, d_in · d_out], as the paper does."""
+    return W.mT.flatten(-2)
+
+
+def unvec(v: Tensor, d_out: int) -> Tensor:
+    """Undo :func:`vec`: [*B, d_in · d_out] → [*B, d_out, d_in]."""
+    return v.reshape(*v.shape[:-1], -1, d_out).mT
+
+
+def torch_vec(geometry: LayerGeometry, W: Tensor) -> Tensor:
+    """Parameters as torch holds them: ``weight.flatten()``, then ``bias``. [*B, d_out, d_in] → [all]."""
+    inner = geometry.d_in - geometry.has_bias
+    return cat([W[..., :inner].flatten(), W[..., inner:].flatten()])
+
+
+def check_order(order: str) -> None:
+    """Refuse an unknown order.
+
+    Raises:
+        ValueError: If ``order`` is neither "paper" nor "torch".
+    """
+    if order not in ORDERS:
+        raise ValueError(
+            f"order={order!r}: choose 'paper', the columns of W = [weight, bias] stacked, or 'torch', "
+            "weight.flatten() and then bias."
+        )

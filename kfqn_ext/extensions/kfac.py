@@ -1,0 +1,73 @@
+"""The two factors of KFAC."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from kfqn_ext.extensions.base import LayerExtension
+from kfqn_ext.geometry import LayerPass
+
+
+@dataclass(frozen=True)
+class KroneckerFactors:
+    """Ω and Γ of N data.
+
+    Attributes:
+        Omega: Ω = (1/N) Σ_n Σ_t a_t a_tᵀ, [*B, d_in, d_in].
+        Gamma: Γ = (1/N) Σ_n (1/|T|) Σ_t ∂h_t ∂h_tᵀ, [*B, d_out, d_out], with ∂h_t the gradient of one datum's loss.
+        num_data: N.
+        num_locations: |T|; an average where calls of one layer had different numbers.
+    """
+
+    Omega: Tensor
+    Gamma: Tensor
+    num_data: int
+    num_locations: float
+
+
+class KFACFactors(LayerExtension[KroneckerFactors]):
+    """Ω = E_n[Σ_t a_t a_tᵀ] and Γ = E_n[mean_t ∂h_t ∂h_tᵀ] of each layer, ``algo_1``.
+
+    The result is ``weight.kfac_factors`` and ``ext[module]``. Γ is a Fisher factor if the backward pass is that of a
+    loss with targets sampled from the model's predictive distribution, and an empirical Fisher factor with the data's.
+
+    .. note::
+        Others scale otherwise. BackPACK's KFAC and KFLR (``weight.kfac``, order [B, A]) have B = |T| Γ and A = Ω
+        without the homogeneous coordinate. curvlinops' KFAC with ``kfac_approx="expand"`` has Ω / |T| and |T| Γ.
+    """
+
+    def __init__(
+        self,
+        reduction: str = "mean",
+        subsampling: list[int] | None = None,
+        accumulate: bool = False,
+        modules: Iterable[nn.Module] | None = None,
+    ) -> None:
+        """Set up the extension; the arguments are those of :class:`LayerExtension`."""
+        super().__init__("kfac_factors", reduction, subsampling, accumulate, modules)
+
+    def measure(self, module: nn.Module, layer: LayerPass) -> KroneckerFactors:  # noqa: D102
+        rows = rearrange(layer.geometry.outputs(layer.g), "n t ... i -> ... (n t) i") * layer.grad_scale
+        Gamma = rows.mT @ rows / (layer.num_data * layer.num_locations)
+        return KroneckerFactors(layer.geometry.gram(layer.x), Gamma, layer.num_data, layer.num_locations)
+
+    def merge(self, module: nn.Module, old: KroneckerFactors, layer: LayerPass) -> KroneckerFactors:  # noqa: D102
+        new = self.measure(module, layer)
+        data = old.num_data + new.num_data
+        share = new.num_data / data
+        locations = old.num_locations + share * (new.num_locations - old.num_locations)
+        # With a mean loss, autograd's gradients are those of a share of the whole batch's loss, so that ∂h_t of one
+        # datum is N of the whole batch times them.
+        scales = [data / q.num_data if self.reduction == "mean" else 1.0 for q in (old, new)]
+        weights = [
+            scale**2 * q.num_data * q.num_locations / (data * locations)
+            for scale, q in zip(scales, (old, new), strict=True)
+        ]
+        return KroneckerFactors(
+            Omega=old.Omega.lerp_(new.Omega, share),
+            Gamma=old.Gamma.mul_(weights[0]).add_(new.Gamma, alpha=weights[1]),
+            num_data=data,
+            num_locations=locations,
+        )

@@ -1,0 +1,47 @@
+"""Traces of a layer's two factors, for splits of the damping that look at their sizes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kfqn_ext.extensions.base import LayerExtension
+from kfqn_ext.geometry import LayerPass
+
+
+@dataclass(frozen=True)
+class Power:
+    """Mean eigenvalues of A and of the (empirical) Fisher factor Γ.
+
+    Attributes:
+        A: tr(A) / d_in, [*B].
+        G: tr(Γ) / d_out, [*B].
+    """
+
+    A: Tensor
+    G: Tensor
+
+
+class FactorPower(LayerExtension[Power]):
+    """tr(A) / d_in and tr(Γ) / d_out of each layer, without forming A or Γ.
+
+    The result is ``weight.factor_power`` and ``ext[module]``.
+    """
+
+    def __init__(self, reduction: str = "mean", modules: Iterable[nn.Module] | None = None) -> None:
+        """Set up the extension; the arguments are those of :class:`LayerExtension`."""
+        super().__init__("factor_power", reduction, modules=modules)
+
+    def measure(self, module: nn.Module, layer: LayerPass) -> Power:  # noqa: D102
+        # E_n Σ_t ‖a_t‖²: a patch of the batch mean of x² holds the mean squares of a patch of x. (A homogeneous 1
+        # is its own square.)
+        x_squared = torch.linalg.vector_norm(layer.x, dim=0, keepdim=True).square() / layer.num_data
+        A = layer.geometry.mean_patch(x_squared).sum(-1) * layer.num_locations
+        g_squared = torch.linalg.vector_norm(layer.geometry.outputs(layer.g), dim=(0, 1, -1)).square()
+        G = g_squared * (layer.grad_scale**2 / (layer.num_data * layer.num_locations))
+        return Power(A / layer.geometry.d_in, G / layer.geometry.d_out)
+
+    def merge(self, module: nn.Module, old: Power, layer: LayerPass) -> Power:  # noqa: D102
+        new = self.measure(module, layer)
+        return Power((old.A + new.A) / 2, (old.G + new.G) / 2)

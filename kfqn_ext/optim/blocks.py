@@ -1,0 +1,104 @@
+"""The curvature of one layer's block, in its state: made once, learned from two passes, applied at every step."""
+
+import torch
+from torch import Tensor
+
+from kfqn_ext.optim import splits
+from kfqn_ext.optim.plan import Layer
+from kfqn_ext.optim.recipe import Recipe
+from kfqn_ext.optim.sides import Measured, Seen, State
+from kfqn_ext.optim.sides.base import Kind
+from kfqn_ext.optim.splits import Balance
+
+
+def is_started(state: State | None) -> bool:
+    """Whether a layer has curvature."""
+    return state is not None and "num_locations" in state
+
+
+def first_kinds(recipe: Recipe) -> set[Kind]:
+    """What the first pass of a step that is due measures."""
+    kinds: set[Kind] = {*recipe.input_side.first, *recipe.output_side.first}
+    return kinds | ({"power"} if _measures_power(recipe) else set())
+
+
+def second_kinds(recipe: Recipe) -> set[Kind]:
+    """What the second pass measures."""
+    return {*recipe.input_side.second, *recipe.output_side.second}
+
+
+def start_kinds(recipe: Recipe) -> set[Kind]:
+    """What makes a layer's initial curvature."""
+    kinds: set[Kind] = {*recipe.input_side.starts_from, *recipe.output_side.starts_from}
+    return kinds | ({"power"} if _measures_power(recipe) else set())
+
+
+def _measures_power(recipe: Recipe) -> bool:
+    """Whether the sizes of the factors must be measured: the split needs them, and no side keeps the factors."""
+    return recipe.split is splits.trace and "factors" not in recipe.input_side.second
+
+
+def start(layer: Layer, state: State, recipe: Recipe, damping: float, measured: Measured) -> bool:
+    """Make a layer's initial curvature; the one place that waits for the device, once per layer.
+
+    Returns:
+        False where the inputs are not finite: then nothing is made.
+    """
+    A = measured.A
+    assert A is not None and measured.num_locations is not None
+    if not torch.isfinite(A).all():
+        return False
+    if measured.power is not None:
+        state["power_A"], state["power_G"] = measured.power.A, measured.power.G
+    elif measured.factors is not None:
+        state["power_A"] = A.diagonal(dim1=-2, dim2=-1).mean(-1)
+        state["power_G"] = measured.factors.Gamma.diagonal(dim1=-2, dim2=-1).mean(-1)
+    state["num_locations"] = torch.tensor(float(measured.num_locations))
+    like = A.new_zeros(layer.geometry.matrix_shape[:-1])
+    damping_A, damping_G = dampings(layer, state, recipe, damping)
+    recipe.input_side.start(state, A, damping_A)
+    recipe.output_side.start(state, like, measured, damping_G)
+    return True
+
+
+def learn(layer: Layer, state: State, recipe: Recipe, damping: float, seen: Seen, decay: float = 0.9) -> None:
+    """Update both sides from the two passes over a minibatch."""
+    power = seen.first.power
+    if power is not None:
+        for name, value in (("power_A", power.A), ("power_G", power.G)):
+            state[name].lerp_(torch.where(torch.isfinite(value), value, state[name]), 1.0 - decay)
+    damping_A, damping_G = dampings(layer, state, recipe, damping, seen.first.num_locations)
+    recipe.input_side.learn(state, seen, damping_A)
+    recipe.output_side.learn(state, seen, damping_G)
+
+
+def refresh(layer: Layer, state: State, recipe: Recipe, damping: float) -> None:
+    """Recompute inverses that are not updated pair by pair."""
+    for key, power in (("power_A", recipe.input_side.power(state)), ("power_G", recipe.output_side.power(state))):
+        if power is not None:
+            state[key] = power
+    damping_A, damping_G = dampings(layer, state, recipe, damping)
+    recipe.input_side.refresh(state, damping_A)
+    recipe.output_side.refresh(state, damping_G)
+
+
+def precondition(state: State, recipe: Recipe, M: Tensor) -> Tensor:
+    """H_G M H_A: [*B, d_out, d_in]."""
+    return recipe.output_side.precondition(state, recipe.input_side.precondition(state, M))
+
+
+def dampings(
+    layer: Layer, state: State, recipe: Recipe, damping: float, num_locations: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """λ_A and λ_G as tensors [*B]; |T| of this pass where given, else that of the first."""
+    T = float(state["num_locations"]) if num_locations is None else num_locations
+    balance = Balance(T, state.get("power_A"), state.get("power_G"))
+    like = layer.weight
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    pair = []
+    for value in recipe.split(damping, balance):
+        if isinstance(value, Tensor):
+            pair.append(value.to(dtype))
+        else:
+            pair.append(torch.full(layer.geometry.blocks, value, dtype=dtype, device=like.device))
+    return pair[0], pair[1]

@@ -1,0 +1,52 @@
+"""The extensions of one pass: made as the recipe's sides ask for them, read layer by layer."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from kfqn_ext.extensions import FactorPower, InputGram, KBFGSQuantities, KFACFactors, LayerExtension
+from kfqn_ext.extensions.kbfgs import Probe
+from kfqn_ext.optim.sides import Measured
+from kfqn_ext.optim.sides.base import Kind
+
+
+class Measurement:
+    """What one pass is to measure, and has measured, of which modules."""
+
+    def __init__(self, wanted: Mapping[Kind, Iterable[nn.Module]], reduction: str, probe: Probe) -> None:
+        """Make the extensions.
+
+        Args:
+            wanted: Modules by kind of quantity.
+            reduction: "mean" or "sum": what the loss does over data.
+            probe: Chooses the direction s of A s for each layer, or None.
+        """
+        self._by_kind: dict[Kind, LayerExtension[Any]] = {}
+        for kind, modules in wanted.items():
+            modules = list(modules)
+            if modules:
+                self._by_kind[kind] = _make(kind, modules, reduction, probe)
+
+    @property
+    def extensions(self) -> tuple[LayerExtension[Any], ...]:
+        """What ``backpack(...)`` is to activate."""
+        return tuple(self._by_kind.values())
+
+    def of(self, module: nn.Module) -> Measured:
+        """What was measured of a module."""
+        return Measured(**{kind: ext[module] for kind, ext in self._by_kind.items() if module in ext})
+
+
+def _make(kind: Kind, modules: list[nn.Module], reduction: str, probe: Probe) -> LayerExtension[Any]:
+    ext: LayerExtension[Any]
+    if kind == "moments":
+        ext = KBFGSQuantities(reduction, probe=probe, modules=modules)
+    elif kind == "gram":
+        ext = InputGram(modules=modules)
+    elif kind == "factors":
+        ext = KFACFactors(reduction, modules=modules)
+    else:
+        ext = FactorPower(reduction, modules=modules)
+    ext.mirrored = False  # the optimizer's own results die with the step
+    return ext

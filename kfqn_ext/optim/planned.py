@@ -1,0 +1,169 @@
+"""A ``torch.optim.Optimizer`` that knows the layers of its model: groups, schedules, checkpoints, description."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from kfqn_ext.optim import blocks, descent
+from kfqn_ext.optim.diagnostics import LayerDiagnostics, diagnose
+from kfqn_ext.optim.plan import Layer, Plan, make_plan
+from kfqn_ext.optim.recipe import Recipe
+from kfqn_ext.optim.schedules import Schedule, apply_schedules, take_schedules
+from kfqn_ext.optim.table import render
+from kfqn_ext.optim.validation import check_group
+
+Work = list[tuple[Layer, dict[str, Any]]]
+
+
+class PlannedOptimizer(Optimizer):
+    """What an optimizer of layers is apart from how it steps."""
+
+    recipe: Recipe
+
+    def __init__(self, model: nn.Module, params: Any, recipe: Recipe, defaults: dict[str, Any]) -> None:
+        """Plan the treatment of every parameter; the model is not changed.
+
+        Args:
+            model: The model.
+            params: Parameters or groups of them; all of the model's if None.
+            recipe: The row of the table.
+            defaults: Hyperparameters of groups that do not set them.
+
+        Raises:
+            ValueError: If a hyperparameter is out of range or the groups do not fit the layers.
+            UnsupportedLayerError: If the model has no layer with a Kronecker block.
+        """
+        self._model = model
+        self._plan: Plan | None = None
+        self._schedules: list[dict[str, Schedule]] = []
+        self._warned: set[str] = set()
+        self.recipe = recipe
+        super().__init__(list(model.named_parameters()) if params is None else params, {**defaults, "step": 0})
+        self._replan()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, for example of layers that were frozen; see ``torch.optim.Optimizer``.
+
+        Raises:
+            ValueError: If a hyperparameter is out of range or the group splits a layer.
+        """
+        step = self.param_groups[0]["step"] if self.param_groups else 0
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            group["step"] = step
+            schedules = take_schedules(group, step)
+            check_group(group)
+            if self._plan is not None:
+                self._replan()
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._schedules.append(schedules)
+
+    def _replan(self) -> None:
+        self._plan = make_plan(self._model, {p: i for i, g in enumerate(self.param_groups) for p in g["params"]})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, keeping each tensor's own dtype.
+
+        ``torch.optim.Optimizer`` casts state to the parameter's dtype; inverses stay as precise as they were saved.
+        """
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for saved_id, p in zip(saved_ids, parameters, strict=True):
+            for key, value in state_dict["state"].get(saved_id, {}).items():
+                if isinstance(value, Tensor):
+                    device = "cpu" if key == "num_locations" else p.device
+                    self.state[p][key] = value.to(device, copy=True)
+
+    def diagnostics(self) -> list[LayerDiagnostics]:
+        """Describe the curvature of every layer: pairs kept, damped and skipped, eigenvalues, dampings."""
+        return [
+            diagnose(layer, self.state.get(layer.weight, {}), self.recipe, group["damping"])
+            for layer, group in self._layers()
+        ]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: the copy's layers would not be those of any model."""
+        raise TypeError(
+            f"{type(self).__name__} belongs to its model and can't be copied or pickled alone. Copy or save "
+            "model.state_dict() and optimizer.state_dict(), and build a new optimizer on the new model."
+        )
+
+    def __repr__(self) -> str:
+        """Describe the hyperparameters and the treatment of every parameter."""
+        return render(type(self).__name__, self.param_groups, self._planned.rows)
+
+    @property
+    def _planned(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    def _layers(self) -> Work:
+        layers = self._planned.layers
+        return [(layers[p], group) for group in self.param_groups for p in group["params"] if p in layers]
+
+    def _next_step(self) -> None:
+        """Count a step in every group, and set scheduled values for the next one."""
+        for group, schedules in zip(self.param_groups, self._schedules, strict=True):
+            group["step"] += 1
+            apply_schedules(group, schedules, group["step"])
+
+    def _is_due(self, group: dict[str, Any], key: str = "curvature_update_freq") -> bool:
+        return bool((group["step"] + 1) % group[key] == 0)
+
+    # ------------------------------------------------------------------ the step, given the curvature
+
+    def _descend(self, grads: list[Tensor], loss: Tensor | None, step_cap: float | None) -> Tensor:
+        """Move all parameters along their directions; return whether the batch was finite, bool []."""
+        finite = torch.isfinite(get_total_norm(grads, float("inf")))
+        moves = [move for group in self.param_groups for move in self._directions(group, finite)]
+        if step_cap is not None and loss is not None:
+            shorten = descent.shortening(moves, loss, step_cap)
+            moves = [replace(move, rate=move.rate * shorten) for move in moves]
+        for move in moves:
+            descent.apply(move, finite.to(move.p.device))
+        return finite
+
+    def _directions(self, group: dict[str, Any], finite: Tensor) -> Iterator[descent.Move]:
+        """All moves of a group; momentum is updated on the way."""
+        fallback_rate = self.recipe.fallback_rate(group["lr"], group["damping"])
+        decay = group["lr"] * group["weight_decay"]
+        for p in group["params"]:
+            layer = self._planned.layers.get(p)
+            if layer is not None:
+                yield from self._layer_moves(layer, group, fallback_rate, decay, finite.to(p.device))
+            elif p not in self._planned.covered and p.grad is not None:
+                M = descent.momentum_of(p, self.state[p], group, finite.to(p.device))
+                yield descent.Move(p, M, M, fallback_rate, decay)
+
+    def _layer_moves(
+        self, layer: Layer, group: dict[str, Any], fallback_rate: Any, decay: Any, finite: Tensor
+    ) -> Iterator[descent.Move]:
+        if layer.weight.grad is None and (layer.bias is None or layer.bias.grad is None):
+            return
+        state, rate = self.state[layer.weight], group["lr"]
+        M = P = descent.layer_momentum(layer, state, group, finite)
+        if blocks.is_started(state):
+            P = blocks.precondition(state, self.recipe, M)
+        else:
+            rate = fallback_rate
+            self._warn_once(
+                f"Layer {layer.name} has a gradient but was not measured (called through F.linear, or compiled "
+                "before it was extended?); it takes the momentum direction."
+            )
+        for (p, part), (_, m) in zip(descent.layer_parts(layer, P), descent.layer_parts(layer, M), strict=True):
+            yield descent.Move(p, part.reshape(p.shape), m, rate, decay)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message, stacklevel=3)

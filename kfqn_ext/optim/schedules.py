@@ -1,0 +1,47 @@
+"""Hyperparameters as functions of the step k = 1, 2, …, and which of a group's values came from one.
+
+A group holds numbers only, so that it can be saved and loaded; the functions stay with the optimizer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Schedule = Callable[[int], Any]
+SCHEDULABLE = ("lr", "damping", "curvature_update_freq", "inverse_update_freq", "weight_decay")
+
+
+def burn_in(final: int = 20, growth: int = 20) -> Callable[[int], int]:
+    """Update frequency that starts at every step and grows in proportion to the steps taken.
+
+    T(k) = min(final, max(1, k // growth)): 1 for the first 2 · growth steps, ``final`` after final · growth.
+    Activations grow fast early on, and an inverse that is not updated meanwhile makes the loss diverge.
+
+    Args:
+        final: T in the end.
+        growth: Steps per unit of T.
+
+    Returns:
+        The schedule.
+    """
+    return lambda k: min(final, max(1, k // growth))
+
+
+BURN_IN = burn_in()
+
+
+def dense_then(every: int = 20, until: int = 20) -> Callable[[int], int]:
+    """Update frequency 1 up to step ``until``, then ``every``: the published codes' schedule of KFAC's inverses."""
+    return lambda k: 1 if k <= until else every
+
+
+def take_schedules(group: dict[str, Any], step: int) -> dict[str, Schedule]:
+    """Replace a group's functions by their values for the next step, and return the functions."""
+    found: dict[str, Schedule] = {key: group[key] for key in SCHEDULABLE if callable(group.get(key))}
+    apply_schedules(group, found, step)
+    return found
+
+
+def apply_schedules(group: dict[str, Any], schedules: dict[str, Schedule], step: int) -> None:
+    """Set a group's scheduled values for the step after ``step``."""
+    for key, schedule in schedules.items():
+        group[key] = schedule(step + 1)

@@ -1,0 +1,90 @@
+"""Inverses that are computed, not learned: of this minibatch's A (``algo_7``), and of KFAC's moving averages."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kfqn_ext.linalg import damped_inverse
+from kfqn_ext.optim.sides.base import InputSide, Kind, Measured, OutputSide, Seen, State
+
+
+def _mean_eigenvalue(A: Tensor) -> Tensor:
+    return A.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def _move_towards(average: Tensor, value: Tensor, decay: float) -> None:
+    """Move: average ← β average + (1 - β) value, where the value is finite."""
+    finite = torch.isfinite(value).all(-1, keepdim=True).all(-2, keepdim=True)
+    average.lerp_(torch.where(finite, value, average), 1.0 - decay)
+
+
+@dataclass(frozen=True)
+class BatchInverse(InputSide):
+    """H_A = (A + λ_A I)⁻¹ with A of this minibatch alone, ``algo_7``."""
+
+    first: ClassVar[tuple[Kind, ...]] = ("gram",)
+
+    def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
+        state["H_A"] = damped_inverse(A, damping)
+
+    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        assert seen.first.A is not None
+        inverse = damped_inverse(seen.first.A, damping)
+        finite = torch.isfinite(inverse).all(-1, keepdim=True).all(-2, keepdim=True)
+        state["H_A"] = torch.where(finite, inverse, state["H_A"])
+
+
+@dataclass(frozen=True)
+class OmegaInverse(InputSide):
+    """H_Ω = (Ω + λ_A I)⁻¹ with a moving average Ω, ``algo_1``.
+
+    Attributes:
+        decay: β in Ω ← βΩ + (1 - β) Ω of this minibatch.
+    """
+
+    decay: float = 0.9
+    second: ClassVar[tuple[Kind, ...]] = ("factors",)
+    starts_from: ClassVar[tuple[Kind, ...]] = ("factors",)
+
+    def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
+        state["Omega"], state["H_A"] = A, damped_inverse(A, damping)
+
+    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        assert seen.second.factors is not None
+        _move_towards(state["Omega"], seen.second.factors.Omega, self.decay)
+
+    def refresh(self, state: State, damping: Tensor) -> None:  # noqa: D102
+        state["H_A"] = damped_inverse(state["Omega"], damping)
+
+    def power(self, state: State) -> Tensor | None:  # noqa: D102
+        return _mean_eigenvalue(state["Omega"])
+
+
+@dataclass(frozen=True)
+class GammaInverse(OutputSide):
+    """H_Γ = (Γ + λ_G I)⁻¹ with a moving average Γ from sampled targets, ``algo_1``.
+
+    Attributes:
+        decay: β in Γ ← βΓ + (1 - β) Γ of this minibatch.
+    """
+
+    decay: float = 0.9
+    second: ClassVar[tuple[Kind, ...]] = ("factors",)
+    starts_from: ClassVar[tuple[Kind, ...]] = ("factors",)
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        assert measured.factors is not None
+        state["Gamma"] = measured.factors.Gamma
+        state["H_G"] = damped_inverse(state["Gamma"], damping)
+
+    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        assert seen.second.factors is not None
+        _move_towards(state["Gamma"], seen.second.factors.Gamma, self.decay)
+
+    def refresh(self, state: State, damping: Tensor) -> None:  # noqa: D102
+        state["H_G"] = damped_inverse(state["Gamma"], damping)
+
+    def power(self, state: State) -> Tensor | None:  # noqa: D102
+        return _mean_eigenvalue(state["Gamma"])
