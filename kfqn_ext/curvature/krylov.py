@@ -26,7 +26,7 @@ def _start(n: int) -> Any:
     return need("numpy", "A Krylov method").random.default_rng(0).standard_normal(n)
 
 
-def extreme_eigenvalues(product: Product, like: Tensor, count: int = 3, tol: float = 1e-3) -> Tensor:
+def extreme_eigenvalues(product: Product, like: Tensor, count: int = 3, tol: float = 1e-2) -> Tensor:
     """Eigenvalues at both ends of the spectrum, by Lanczos (``scipy.sparse.linalg.eigsh``).
 
     Each end is sought as the upper end of c I ± M with c the spectral norm: eigenvalues near zero, of which a
@@ -54,7 +54,7 @@ def extreme_eigenvalues(product: Product, like: Tensor, count: int = 3, tol: flo
     return torch.cat(ends).sort().values
 
 
-def spectral_norm(product: Product, like: Tensor, tol: float = 1e-3) -> float:
+def spectral_norm(product: Product, like: Tensor, tol: float = 1e-2) -> float:
     """Largest eigenvalue in absolute value, by Lanczos.
 
     Args:
@@ -85,7 +85,7 @@ def _eigsh(product: Product, like: Tensor, count: int, tol: float, which: str = 
     return torch.as_tensor(found)
 
 
-def solve(product: Product, damping: float, gradient: Tensor, tol: float = 1e-4, iterations: int = 500) -> Tensor:
+def solve(product: Product, damping: float, gradient: Tensor, tol: float = 1e-3, iterations: int = 500) -> Tensor:
     """(M + λI)⁻¹ g by ``scipy.sparse.linalg.minres``; M + λI may be indefinite.
 
     Args:

@@ -16,9 +16,9 @@ def relative_error(approximation: Tensor, exact: Tensor) -> float:
 
 
 def cosine(first: Tensor, second: Tensor) -> float:
-    """⟨first, second⟩ / (‖first‖ ‖second‖) in the Frobenius sense: quality but for a common factor."""
-    norms = torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second)
-    return ratio((first * second).sum(), norms)
+    """⟨first, second⟩ / (‖first‖ ‖second‖) in the Frobenius sense, quality but for a common factor; NaN with zero."""
+    norms = float(torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second))
+    return float((first * second).sum()) / norms if norms else math.nan
 
 
 def eigenvalues(matrix: Tensor) -> Tensor:

@@ -103,13 +103,19 @@ class LayerLoss:
         """Run the model with a graph that begins at the layer's outputs.
 
         Raises:
-            ValueError: If the layer takes no part in the pass.
+            ValueError: If the layer takes no part in the pass, or feeds itself.
         """
         inputs: list[Tensor] = []
         shifts: list[Tensor] = []
 
         def shift(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            inputs.append((args[0] if args else kwargs["input"]).detach().clone())
+            x: Tensor = args[0] if args else kwargs["input"]
+            if x.requires_grad:
+                raise ValueError(
+                    f"Layer {self.name} is called again on what depends on its own output, so that its patches are "
+                    "functions of W, and thm_4 and all that follows from it do not hold. exact_block does."
+                )
+            inputs.append(x.detach().clone())
             shifts.append(torch.zeros_like(output, requires_grad=True))
             return output + shifts[-1]
 

@@ -57,6 +57,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         self.reduction = reduction
         self.accumulate = accumulate
         self._only = None if modules is None else WeakSet(modules)
+        self.saw_empty_batch = False
         self._results: WeakKeyDictionary[nn.Module, tuple[int, Q]] = WeakKeyDictionary()
 
     @abstractmethod
@@ -78,7 +79,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         x: Any = module.input0
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             layer = LayerPass.of(geometry, module, x, g_out[0], self.reduction, self._subsampling)
-            if layer.num_data == 0:
+            if layer.num_data == 0:  # as in a mixture of experts; there is nothing to average
+                self.saw_empty_batch = True
                 return
             backward = torch._C._current_graph_task_id()
             last, old = self._results.get(module, (None, None))
@@ -97,6 +99,10 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     def get(self, module: nn.Module) -> Q | None:
         """Look up the result of a layer; None where there is none."""
         return self._results[module][1] if module in self._results else None
+
+    def __len__(self) -> int:
+        """Count the layers that were measured."""
+        return len(self._results)
 
     def __contains__(self, module: nn.Module) -> bool:
         """Whether a backward pass has measured this layer."""

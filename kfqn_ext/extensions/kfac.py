@@ -2,12 +2,42 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from einops import rearrange
 from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.geometry import LayerPass
+
+
+class _Counted(Protocol):
+    """A result that knows how much it averages."""
+
+    @property
+    def num_data(self) -> int: ...
+
+    @property
+    def num_locations(self) -> float: ...
+
+
+def merge_second_moments(reduction: str, old: _Counted, new: _Counted) -> tuple[int, float, tuple[float, float]]:
+    """Weights that merge two calls to the second moments of one call on both batches.
+
+    With a mean loss, autograd's gradients are those of a share of the whole batch's loss, so that the gradient of one
+    datum's loss is the whole batch's N times them, not the call's own.
+
+    Returns:
+        The whole N, the new call's share of it, and the weights of the old and new mean of ∂h_t ∂h_tᵀ.
+    """
+    total = old.num_data + new.num_data
+    share = new.num_data / total
+    locations = old.num_locations + share * (new.num_locations - old.num_locations)
+    weights = []
+    for q in (old, new):
+        scale = total / q.num_data if reduction == "mean" else 1.0
+        weights.append(scale**2 * q.num_data * q.num_locations / (total * locations))
+    return total, share, (weights[0], weights[1])
 
 
 @dataclass(frozen=True)
@@ -34,8 +64,9 @@ class KFACFactors(LayerExtension[KroneckerFactors]):
     loss with targets sampled from the model's predictive distribution, and an empirical Fisher factor with the data's.
 
     .. note::
-        Others scale otherwise. BackPACK's KFAC and KFLR (``weight.kfac``, order [B, A]) have B = |T| Γ and A = Ω
-        without the homogeneous coordinate. curvlinops' KFAC with ``kfac_approx="expand"`` has Ω / |T| and |T| Γ.
+        Others scale otherwise. BackPACK's KFAC and KFLR (``weight.kfac``, order [B, A]) have A = Ω without the
+        homogeneous coordinate; B = Γ for a linear layer, and for a convolution B = E_n[(Σ_t ∂h_t)(Σ_t ∂h_t)ᵀ], which
+        keeps the products of different locations. curvlinops' KFAC with ``kfac_approx="expand"`` has Ω / |T| and |T| Γ.
     """
 
     def __init__(
@@ -55,19 +86,10 @@ class KFACFactors(LayerExtension[KroneckerFactors]):
 
     def merge(self, module: nn.Module, old: KroneckerFactors, layer: LayerPass) -> KroneckerFactors:  # noqa: D102
         new = self.measure(module, layer)
-        data = old.num_data + new.num_data
-        share = new.num_data / data
-        locations = old.num_locations + share * (new.num_locations - old.num_locations)
-        # With a mean loss, autograd's gradients are those of a share of the whole batch's loss, so that ∂h_t of one
-        # datum is N of the whole batch times them.
-        scales = [data / q.num_data if self.reduction == "mean" else 1.0 for q in (old, new)]
-        weights = [
-            scale**2 * q.num_data * q.num_locations / (data * locations)
-            for scale, q in zip(scales, (old, new), strict=True)
-        ]
+        total, share, weights = merge_second_moments(self.reduction, old, new)
         return KroneckerFactors(
             Omega=old.Omega.lerp_(new.Omega, share),
             Gamma=old.Gamma.mul_(weights[0]).add_(new.Gamma, alpha=weights[1]),
-            num_data=data,
-            num_locations=locations,
+            num_data=total,
+            num_locations=old.num_locations + share * (new.num_locations - old.num_locations),
         )

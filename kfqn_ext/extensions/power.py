@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
+from kfqn_ext.extensions.kfac import merge_second_moments
 from kfqn_ext.geometry import LayerPass
 
 
@@ -17,10 +18,14 @@ class Power:
     Attributes:
         A: tr(A) / d_in, [*B].
         G: tr(Γ) / d_out, [*B].
+        num_data: N.
+        num_locations: |T|; an average where calls of one layer had different numbers.
     """
 
     A: Tensor
     G: Tensor
+    num_data: int
+    num_locations: float
 
 
 class FactorPower(LayerExtension[Power]):
@@ -40,8 +45,10 @@ class FactorPower(LayerExtension[Power]):
         A = layer.geometry.mean_patch(x_squared).sum(-1) * layer.num_locations
         g_squared = torch.linalg.vector_norm(layer.geometry.outputs(layer.g), dim=(0, 1, -1)).square()
         G = g_squared * (layer.grad_scale**2 / (layer.num_data * layer.num_locations))
-        return Power(A / layer.geometry.d_in, G / layer.geometry.d_out)
+        return Power(A / layer.geometry.d_in, G / layer.geometry.d_out, layer.num_data, layer.num_locations)
 
     def merge(self, module: nn.Module, old: Power, layer: LayerPass) -> Power:  # noqa: D102
         new = self.measure(module, layer)
-        return Power((old.A + new.A) / 2, (old.G + new.G) / 2)
+        total, share, weights = merge_second_moments(self.reduction, old, new)
+        locations = old.num_locations + share * (new.num_locations - old.num_locations)
+        return Power(old.A.lerp(new.A, share), weights[0] * old.G + weights[1] * new.G, total, locations)

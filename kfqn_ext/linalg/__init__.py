@@ -1,7 +1,7 @@
 """Dense mathematics of quasi-Newton matrices: torch in, torch out, batched over leading dimensions."""
 
 from kfqn_ext.linalg.bfgs import bfgs_update, bfgs_update_
-from kfqn_ext.linalg.compact import compact_matrix, compact_middle, compact_product, push_pair
+from kfqn_ext.linalg.compact import compact_matrix, compact_middle, compact_product, dense_from_pairs, push_pair
 from kfqn_ext.linalg.damping import double_damping_2020, powell_identity_lm, powell_lm
 from kfqn_ext.linalg.kronecker import damped_inverse, kronecker_product
 
@@ -12,6 +12,7 @@ __all__ = [
     "compact_middle",
     "compact_product",
     "damped_inverse",
+    "dense_from_pairs",
     "double_damping_2020",
     "kronecker_product",
     "powell_identity_lm",

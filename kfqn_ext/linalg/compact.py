@@ -60,6 +60,26 @@ def compact_middle(pairs: Tensor, gamma: Tensor | float) -> Tensor:
     return torch.cat((top, bottom), dim=-2).to(pairs.dtype)
 
 
+def dense_from_pairs(pairs: Tensor, gamma: Tensor) -> Tensor:
+    """Form H by one BFGS update for each pair, from H₀ = γI: for d ≤ 2p, where H is smaller than K.
+
+    Args:
+        pairs: [S; Y] as :func:`push_pair` keeps them, sᵢᵀyᵢ = 1 or empty, [*B, 2p, d].
+        gamma: Scale of H₀, [*B].
+
+    Returns:
+        H, [*B, d, d].
+    """
+    d = pairs.shape[-1]
+    H = torch.diag_embed(gamma.unsqueeze(-1).expand(*gamma.shape, d).to(pairs)).reshape(-1, d, d)
+    S, Y = pairs.reshape(-1, *pairs.shape[-2:]).chunk(2, dim=-2)
+    for s, y in zip(S.unbind(-2), Y.unbind(-2), strict=True):
+        Hy = (H @ y.unsqueeze(-1)).squeeze(-1)
+        w = 0.5 * (1.0 + (y * Hy).sum(-1, keepdim=True)) * s - Hy
+        H.baddbmm_(torch.stack((s, w), -1), torch.stack((w, s), -2))
+    return H.reshape(*pairs.shape[:-2], d, d)
+
+
 def compact_product(pairs: Tensor, K: Tensor, gamma: Tensor | float, M: Tensor) -> Tensor:
     """Multiply H = γI + [S; Y]ᵀ K [S; Y] with a matrix.
 

@@ -156,6 +156,8 @@ class KroneckerOptimizer(PlannedOptimizer):
             yield
         if self._gradient_versions() == before:
             raise RuntimeError("No gradient changed in the first pass: it must run loss.backward().")
+        if measurement.only_empty_batches:
+            raise ValueError("The batch is empty: there is no datum to learn from. Drop empty batches.")
         self._first = measurement
         if self.recipe.second_pass.sampled:
             reached = [(layer, group) for layer, group in trained if layer.weight.grad is not None]
@@ -191,13 +193,15 @@ class KroneckerOptimizer(PlannedOptimizer):
         if not self._due or self._first is None:
             raise RuntimeError("second_pass() where none is wanted: check second_pass_due first.")
         due, first, self._due = self._due, self._first, []
+        with torch.no_grad():
+            finite = self._finite()
         modules = [layer.module for layer, _ in due]
         wanted = {kind: modules for kind in blocks.second_kinds(self.recipe)}
         second = Measurement(wanted, self._reduction, probe=lambda module, a_bar: None)
         with self._replay.repeat(), backpack(*second.extensions):
             yield
         with torch.no_grad():
-            self._learn(due, first, second)
+            self._learn(due, first, second, finite)
             if self.recipe.second_pass is SecondPass.SAMPLED_AFTER_STEP:
                 self._refresh()
 
@@ -205,11 +209,12 @@ class KroneckerOptimizer(PlannedOptimizer):
         weight: Any = module.weight
         return self.recipe.input_side.probe(self.state[weight], a_bar)
 
-    def _learn(self, due: Work, first: Measurement, second: Measurement | None) -> None:
+    def _learn(self, due: Work, first: Measurement, second: Measurement | None, finite: Tensor) -> None:
         """Start what has no curvature yet, and let the rest learn."""
         for layer, group in due:
             state = self.state[layer.weight]
-            seen = Seen(first.of(layer.module), Measured() if second is None else second.of(layer.module))
+            measured = Measured() if second is None else second.of(layer.module)
+            seen = Seen(first.of(layer.module), measured, finite.to(layer.weight.device))
             if not blocks.is_started(state):
                 if seen.second.factors is not None:
                     self._start(layer, group, seen.second)
@@ -269,8 +274,8 @@ class KroneckerOptimizer(PlannedOptimizer):
 
     def _advance(self, loss: Tensor | None) -> None:
         """Move the parameters, and find out who learns and whose inverses are recomputed."""
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self._check_ready(grads, loss)
+        self._check_ready(self._gradients(), loss)
+        finite = self._finite()
         when, first = self.recipe.second_pass, self._first
         if first is not None:
             self._start_from(first)
@@ -278,12 +283,13 @@ class KroneckerOptimizer(PlannedOptimizer):
             self._refreshing = [w for w in self._layers() if self._is_due(w[1], "inverse_update_freq")]
         if when is SecondPass.SAMPLED_BEFORE_STEP:
             self._refresh()
-        self._bad_batches.note(~self._descend(grads, loss, self._step_cap))
+        self._descend(loss, self._step_cap, finite)
+        self._bad_batches.note(~finite)
         due = [] if when is SecondPass.SAMPLED_BEFORE_STEP else [w for w in self._layers() if self._is_due(w[1])]
         if due and first is None:
             self._warn_once("step() ran without measurements when curvature was due; it was not updated.")
         elif due and first is not None and when is SecondPass.NONE:
-            self._learn(due, first, None)
+            self._learn(due, first, None, finite)
         else:
             self._due = due
         if not self._due:

@@ -66,7 +66,7 @@ def learn(layer: Layer, state: State, recipe: Recipe, damping: float, seen: Seen
     power = seen.first.power
     if power is not None:
         for name, value in (("power_A", power.A), ("power_G", power.G)):
-            state[name].lerp_(torch.where(torch.isfinite(value), value, state[name]), 1.0 - decay)
+            state[name].lerp_(torch.where(torch.isfinite(value) & seen.finite, value, state[name]), 1.0 - decay)
     damping_A, damping_G = dampings(layer, state, recipe, damping, seen.first.num_locations)
     recipe.input_side.learn(state, seen, damping_A)
     recipe.output_side.learn(state, seen, damping_G)

@@ -61,7 +61,8 @@ def shortening(moves: list[Move], loss: Tensor, cap: float) -> Tensor:
 
 def _choose(finite: Tensor, value: Rate, otherwise: float, like: Tensor) -> Tensor:
     """A number on the device, in the dtype that it is used in: ``torch.where`` of two floats would be a float32."""
-    return torch.full((), otherwise, dtype=like.dtype, device=like.device).masked_fill(finite, value)
+    chosen = value.reshape(()) if isinstance(value, Tensor) else value
+    return torch.full((), otherwise, dtype=like.dtype, device=like.device).masked_fill(finite, chosen)
 
 
 def momentum_of(p: Tensor, state: State, group: dict[str, Any], finite: Tensor) -> Tensor:

@@ -33,6 +33,12 @@ class Measurement:
         """What ``backpack(...)`` is to activate."""
         return tuple(self._by_kind.values())
 
+    @property
+    def only_empty_batches(self) -> bool:
+        """Whether layers were reached, but never with a datum."""
+        reached = any(ext.saw_empty_batch for ext in self._by_kind.values())
+        return reached and not any(len(ext) for ext in self._by_kind.values())
+
     def of(self, module: nn.Module) -> Measured:
         """What was measured of a module."""
         return Measured(**{kind: ext[module] for kind, ext in self._by_kind.items() if module in ext})

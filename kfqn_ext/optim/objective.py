@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfqn_ext.optim.targets import Sampler, sampler_for, terms_per_datum
+from kfqn_ext.optim.targets import Sampler, loss_of_samples, sampler_for, terms_per_datum
 
 
 class Minibatch:
@@ -82,10 +82,15 @@ class Minibatch:
             ValueError: If nothing says what distribution the loss belongs to.
         """
         output = self.model(self.x)
-        sampler, averaged = (self.sample_targets, False) if self.sample_targets else sampler_for(self.loss_fn)
+        loss_fn = self.loss_fn
+        if self.sample_targets is not None:
+            sampler, averaged = self.sample_targets, False
+        else:
+            sampler, averaged = sampler_for(loss_fn)
+            loss_fn = loss_of_samples(loss_fn)
         generator = torch.Generator(output.device).manual_seed(seed)
         y = sampler(output, self.y, generator)
-        loss = self._checked(self.loss_fn(output, y)) * terms_per_datum(output, self.y, sampler, averaged) ** 0.5
+        loss = self._checked(loss_fn(output, y)) * terms_per_datum(output, self.y, sampler, averaged) ** 0.5
         loss.backward()  # type: ignore[no-untyped-call]
 
     @staticmethod

@@ -122,16 +122,21 @@ class PlannedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the step, given the curvature
 
-    def _descend(self, grads: list[Tensor], loss: Tensor | None, step_cap: float | None) -> Tensor:
-        """Move all parameters along their directions; return whether the batch was finite, bool []."""
-        finite = torch.isfinite(get_total_norm(grads, float("inf")))
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def _finite(self) -> Tensor:
+        """Whether all gradients are finite, bool []."""
+        return torch.isfinite(get_total_norm(self._gradients(), float("inf")))
+
+    def _descend(self, loss: Tensor | None, step_cap: float | None, finite: Tensor) -> None:
+        """Move all parameters along their directions, unless the batch is not finite."""
         moves = [move for group in self.param_groups for move in self._directions(group, finite)]
         if step_cap is not None and loss is not None:
             shorten = descent.shortening(moves, loss, step_cap)
             moves = [replace(move, rate=move.rate * shorten) for move in moves]
         for move in moves:
             descent.apply(move, finite.to(move.p.device))
-        return finite
 
     def _directions(self, group: dict[str, Any], finite: Tensor) -> Iterator[descent.Move]:
         """All moves of a group; momentum is updated on the way."""

@@ -21,18 +21,18 @@ def categorical(output: Tensor, y: Tensor, generator: Generator, ignore_index: i
 
     Args:
         output: Logits, [N, C, *positions] or [C].
-        y: The data's classes, [N, *positions]; ``ignore_index`` stays where it is. Class probabilities are allowed.
+        y: The data's classes, [N, *positions], or class probabilities.
         generator: Source of randomness on the output's device.
         ignore_index: Class that takes no part in the loss.
 
     Returns:
-        Classes, [N, *positions].
+        Classes, [N, *positions]; -100 where ``y`` is ``ignore_index``, which may itself be a class that is sampled.
     """
     dim = 1 if output.ndim > 1 else 0
     probabilities = output.detach().float().softmax(dim).movedim(dim, -1)
     flat = probabilities.reshape(-1, probabilities.shape[-1])
     sampled = torch.multinomial(flat, 1, generator=generator).reshape(probabilities.shape[:-1])
-    return sampled if y.is_floating_point() else torch.where(y == ignore_index, y, sampled)
+    return sampled if y.is_floating_point() else torch.where(y == ignore_index, -100, sampled)
 
 
 def bernoulli(output: Tensor, y: Tensor, generator: Generator) -> Tensor:
@@ -55,12 +55,15 @@ def terms_per_datum(output: Tensor, y: Tensor, sampler: Sampler, averaged: bool)
     """
     if not averaged:
         return 1.0
-    if isinstance(sampler, partial) and sampler.func is categorical and not y.is_floating_point():
-        counted: Tensor = (y != sampler.keywords["ignore_index"]).sum()
-        return counted / output.shape[0]
+    num_data = output.shape[0]
     if isinstance(sampler, partial) and sampler.func is categorical:
-        return output.numel() / (output.shape[0] * output.shape[1])
-    return output.numel() / output.shape[0]
+        if output.ndim == 1:
+            return 1.0
+        if y.is_floating_point():
+            return output.numel() / (num_data * output.shape[1])
+        counted: Tensor = (y != sampler.keywords["ignore_index"]).sum()
+        return counted / num_data
+    return output.numel() / num_data
 
 
 def sampler_for(loss_fn: Callable[..., Tensor]) -> tuple[Sampler, bool]:
@@ -90,6 +93,14 @@ def sampler_for(loss_fn: Callable[..., Tensor]) -> tuple[Sampler, bool]:
     if function is F.mse_loss:
         return gaussian, averaged
     raise ValueError(_refusal(loss_fn, "it is not a loss whose distribution is known here"))
+
+
+def loss_of_samples(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The loss for sampled targets: cross entropy then ignores -100 alone, whatever it ignored before."""
+    function, options = _unpack(loss_fn)
+    if function is F.cross_entropy:
+        return partial(F.cross_entropy, reduction=options.get("reduction", "mean"))
+    return loss_fn
 
 
 def _unpack(loss_fn: Any) -> tuple[Any, dict[str, Any]]:

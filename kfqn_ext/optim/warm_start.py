@@ -1,7 +1,8 @@
 """Curvature over a whole data set, before training starts."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,9 @@ from backpack import backpack
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from kfqn_ext.extensions import FactorPower, Gram, KFACFactors, extend, input_gradients_only
+from kfqn_ext.extensions import Gram, input_gradients_only
 from kfqn_ext.optim import blocks
+from kfqn_ext.optim.measure import Measurement
 from kfqn_ext.optim.plan import Layer
 from kfqn_ext.optim.recipe import Recipe
 from kfqn_ext.optim.sides import Measured
@@ -29,10 +31,10 @@ def measure_data(
     """Run a model over a data set and average what makes a recipe's initial curvature.
 
     Args:
-        model: The model, in the mode in which it is to run.
+        model: The model, extended, in the mode in which it is to run.
         layers: The layers.
         recipe: The recipe.
-        reduction: "mean" or "sum": what the loss does over data.
+        reduction: "mean" or "sum": what the loss does over the data of a batch.
         loader: Batches.
         forward: Runs the model on a batch; by default on its first entry, moved to the model's device.
         progress: Whether to show a progress bar.
@@ -44,89 +46,97 @@ def measure_data(
         ValueError: If there is no batch, or ``forward`` is needed and missing.
     """
     kinds = blocks.start_kinds(recipe)
-    needs_loss = kinds - {"gram"}
-    if needs_loss and forward is None:
+    if kinds != {"gram"} and forward is None:
         raise ValueError(
             "warm_start: this optimizer's initial curvature needs gradients. Pass forward=f, where f(batch) runs a "
             "forward and backward pass, e.g. lambda batch: Minibatch(model, loss_fn, *batch).sampled(seed=0)."
         )
-    device = layers[0].weight.device
-    averages = {layer: _InputAverage(layer) for layer in layers}
-    modules = [layer.module for layer in layers]
-    factors = KFACFactors(reduction, accumulate=True, modules=modules)
-    power = FactorPower(reduction, modules=modules)
-    factors.mirrored = power.mirrored = False
-
-    def run(batch: Any) -> None:
-        x = batch[0] if isinstance(batch, (tuple, list)) else batch
-        model(x.to(device))
-
-    buffers = [(b, b.clone()) for b in model.buffers()]
+    run = forward or partial(_run, model, layers[0].weight.device)
+    averages: dict[tuple[Layer, str], Any] = {}
     count = 0
-    with ExitStack() as stack:
-        stack.callback(_restore, buffers)
-        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-        if "factors" in kinds:
-            extend(model)
-            stack.enter_context(input_gradients_only(model))
-            stack.enter_context(backpack(factors))
-        elif needs_loss:
-            extend(model)
-            stack.enter_context(input_gradients_only(model))
-            stack.enter_context(backpack(power))
-        else:
-            stack.enter_context(torch.no_grad())
-        if "gram" in kinds:
-            for layer in layers:
-                handle = layer.module.register_forward_hook(partial(_watch, averages[layer]), with_kwargs=True)
-                stack.callback(handle.remove)
+    with _left_as_it_was(model):
         for batch in tqdm(loader, desc="warm start", disable=not progress, leave=False):
-            (forward or run)(batch)
+            seen = (
+                _inputs(layers, run, batch)
+                if kinds == {"gram"}
+                else _passes(model, layers, kinds, reduction, run, batch)
+            )
+            for (layer, kind), result in seen.items():
+                old = averages.get((layer, kind))
+                averages[layer, kind] = result if old is None else _blend(old, result)
             count += 1
     if count == 0:
         raise ValueError(
             "warm_start: the loader has no batch. A list or a DataLoader works; a used-up iterator doesn't."
         )
-    found = {
-        layer: Measured(
-            gram=averages[layer].gram,
-            factors=factors.get(layer.module),
-            power=power.get(layer.module),
-        )
-        for layer in layers
+    return {
+        layer: Measured(**{kind: average for (owner, kind), average in averages.items() if owner is layer})
+        for layer in {layer for layer, _ in averages}
     }
-    return {layer: measured for layer, measured in found.items() if measured.A is not None}
 
 
-class _InputAverage:
-    """A over all data that a layer has seen so far."""
+def _run(model: nn.Module, device: torch.device, batch: Any) -> None:
+    x = batch[0] if isinstance(batch, (tuple, list)) else batch
+    model(x.to(device))
 
-    def __init__(self, layer: Layer) -> None:
-        self._layer = layer
-        self.gram: Gram | None = None
 
-    def add(self, x: Tensor, output: Tensor) -> None:
-        geometry = self._layer.geometry
-        x, output = geometry.as_batch(x.detach()), geometry.as_batch(output.detach())
+def _passes(
+    model: nn.Module, layers: Sequence[Layer], kinds: Any, reduction: str, run: Callable[[Any], Any], batch: Any
+) -> dict[tuple[Layer, str], Any]:
+    """What a forward and backward pass over one batch shows."""
+    modules = [layer.module for layer in layers]
+    measurement = Measurement(dict.fromkeys(kinds, modules), reduction, probe=lambda module, a_bar: None)
+    with torch.enable_grad(), input_gradients_only(model), backpack(*measurement.extensions):
+        run(batch)
+    found = {}
+    for layer in layers:
+        measured = measurement.of(layer.module)
+        found |= {(layer, k): getattr(measured, k) for k in kinds if getattr(measured, k) is not None}
+    return found
+
+
+def _inputs(layers: Sequence[Layer], run: Callable[[Any], Any], batch: Any) -> dict[tuple[Layer, str], Any]:
+    """A of one batch: the layers' inputs suffice, so no backward pass."""
+    found: dict[tuple[Layer, str], Any] = {}
+
+    def watch(layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        geometry = layer.geometry
+        x = geometry.as_batch(args[0] if args else kwargs["input"])
         if x.shape[0] == 0:
             return
-        A = geometry.gram(x.to(torch.promote_types(self._layer.weight.dtype, torch.float32)))
-        num_locations = float(geometry.num_locations(output))
-        if self.gram is None:
-            self.gram = Gram(A, x.shape[0], num_locations)
-            return
-        total = self.gram.num_data + x.shape[0]
-        share = x.shape[0] / total
-        locations = self.gram.num_locations + share * (num_locations - self.gram.num_locations)
-        self.gram = Gram(self.gram.A.lerp_(A, share), total, locations)
+        x = x.to(torch.promote_types(layer.weight.dtype, torch.float32))
+        with torch.autocast(x.device.type, enabled=False):
+            gram = Gram(geometry.gram(x), x.shape[0], geometry.num_locations(geometry.as_batch(output)))
+        old = found.get((layer, "gram"))
+        found[layer, "gram"] = gram if old is None else _blend(old, gram)
+
+    with ExitStack() as stack, torch.no_grad():
+        for layer in layers:
+            stack.callback(layer.module.register_forward_hook(partial(watch, layer), with_kwargs=True).remove)
+        run(batch)
+    return found
 
 
-def _watch(average: _InputAverage, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-    with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-        average.add(args[0] if args else kwargs["input"], output)
+def _blend(old: Any, new: Any) -> Any:
+    """Average two results over all their data; tensors of the old one are overwritten."""
+    share = new.num_data / (old.num_data + new.num_data)
+    values: dict[str, Any] = {}
+    for field in fields(old):
+        a, b = getattr(old, field.name), getattr(new, field.name)
+        values[field.name] = a.lerp_(b, share) if isinstance(a, Tensor) else a + share * (b - a)
+    values["num_data"] = old.num_data + new.num_data
+    return type(old)(**values)
 
 
-def _restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for b, value in buffers:
-            b.copy_(value)
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Restore buffers and random numbers afterwards."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    devices = {p.device.index for p in model.parameters() if p.is_cuda}
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        with torch.no_grad():
+            for b, value in buffers:
+                b.copy_(value)

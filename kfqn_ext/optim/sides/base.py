@@ -38,10 +38,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was measured of one layer in the two passes over a minibatch."""
+    """What was measured of one layer in the two passes over a minibatch.
+
+    Attributes:
+        first: In the first pass.
+        second: In the second pass.
+        finite: Whether all gradients of the minibatch were finite, bool []; nothing is learned from others.
+    """
 
     first: Measured
     second: Measured
+    finite: Tensor
 
 
 class Side:

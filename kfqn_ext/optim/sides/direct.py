@@ -14,9 +14,9 @@ def _mean_eigenvalue(A: Tensor) -> Tensor:
     return A.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def _move_towards(average: Tensor, value: Tensor, decay: float) -> None:
+def _move_towards(average: Tensor, value: Tensor, decay: float, seen: Seen) -> None:
     """Move: average ← β average + (1 - β) value, where the value is finite."""
-    finite = torch.isfinite(value).all(-1, keepdim=True).all(-2, keepdim=True)
+    finite = torch.isfinite(value).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
     average.lerp_(torch.where(finite, value, average), 1.0 - decay)
 
 
@@ -32,7 +32,7 @@ class BatchInverse(InputSide):
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         assert seen.first.A is not None
         inverse = damped_inverse(seen.first.A, damping)
-        finite = torch.isfinite(inverse).all(-1, keepdim=True).all(-2, keepdim=True)
+        finite = torch.isfinite(inverse).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
         state["H_A"] = torch.where(finite, inverse, state["H_A"])
 
 
@@ -53,7 +53,7 @@ class OmegaInverse(InputSide):
 
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         assert seen.second.factors is not None
-        _move_towards(state["Omega"], seen.second.factors.Omega, self.decay)
+        _move_towards(state["Omega"], seen.second.factors.Omega, self.decay, seen)
 
     def refresh(self, state: State, damping: Tensor) -> None:  # noqa: D102
         state["H_A"] = damped_inverse(state["Omega"], damping)
@@ -81,7 +81,7 @@ class GammaInverse(OutputSide):
 
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         assert seen.second.factors is not None
-        _move_towards(state["Gamma"], seen.second.factors.Gamma, self.decay)
+        _move_towards(state["Gamma"], seen.second.factors.Gamma, self.decay, seen)
 
     def refresh(self, state: State, damping: Tensor) -> None:  # noqa: D102
         state["H_G"] = damped_inverse(state["Gamma"], damping)

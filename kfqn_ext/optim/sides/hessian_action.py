@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kfqn_ext.linalg import bfgs_update_, damped_inverse
 from kfqn_ext.optim.sides.base import InputSide, Kind, Seen, State, count, times
-from kfqn_ext.optim.sides.pairs import start_pairs, times_pairs, update_pairs
+from kfqn_ext.optim.sides.pairs import check_memory, start_pairs, times_pairs, update_pairs
 
 
 def _action(side: InputSide, state: State, seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,9 +20,16 @@ def _action(side: InputSide, state: State, seen: Seen, damping: Tensor) -> tuple
         assert seen.first.A is not None
         s = side.precondition(state, moments.a_bar.unsqueeze(-2)).squeeze(-2)
         A_s = times(seen.first.A, s)
-    # |T| āᵀ H_A ā ≤ 1 for every exact inverse; how far above 1 it is tells how stale H_A is.
+    _note_leverage(state, s, seen)
+    y = A_s + damping.unsqueeze(-1) * s
+    return torch.where(seen.finite, s, 0.0), torch.where(seen.finite, y, 0.0)
+
+
+def _note_leverage(state: State, s: Tensor, seen: Seen) -> None:
+    """Keep |T| āᵀ H_A ā: at most 1 for every exact inverse, so how far above 1 it is tells how stale H_A is."""
+    moments = seen.first.moments
+    assert moments is not None
     state["leverage"] = (s * moments.a_bar).sum(-1) * moments.num_locations
-    return s, A_s + damping.unsqueeze(-1) * s
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,11 @@ class MovingHessianAction(HessianAction):
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         moments, A = seen.first.moments, seen.first.A
         assert moments is not None and A is not None
-        finite = torch.isfinite(A).all(-1, keepdim=True).all(-2, keepdim=True)
+        finite = torch.isfinite(A).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
         state["A"].lerp_(torch.where(finite, A, state["A"]), 1.0 - self.decay)
         s = times(state["H_A"], moments.a_bar)
-        state["leverage"] = (s * moments.a_bar).sum(-1) * moments.num_locations
+        _note_leverage(state, s, seen)
+        s = torch.where(seen.finite, s, 0.0)
         kept = bfgs_update_(state["H_A"], s, times(state["A"], s) + damping.unsqueeze(-1) * s)
         count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept)
 
@@ -81,16 +89,21 @@ class LimitedHessianAction(InputSide):
     """
 
     memory: int = 100
+
+    def __post_init__(self) -> None:
+        """Check the memory."""
+        check_memory(self.memory)
+
     first: ClassVar[tuple[Kind, ...]] = ("moments",)
 
     def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
-        start_pairs(state, "A", A.diagonal(dim1=-2, dim2=-1), self.memory, damping)
+        start_pairs(state, "A", A.diagonal(dim1=-2, dim2=-1), self.memory, 1.0 / damping)
 
     def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
         return times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else None
 
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        kept = update_pairs(state, "A", *_action(self, state, seen, damping), damping)
+        kept = update_pairs(state, "A", *_action(self, state, seen, damping), 1.0 / damping)
         count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept)
 
     def precondition(self, state: State, M: Tensor) -> Tensor:  # noqa: D102

@@ -1,28 +1,50 @@
-"""An inverse that is kept as a scaled identity and the last p pairs: state of the limited-memory sides."""
+"""An inverse that is kept as a scaled identity and the last p pairs: state of the limited-memory sides.
+
+Products use the compact form with its 2p × 2p matrix K. Where the inverse itself is no larger, d ≤ 2p, it is formed
+from the pairs at each update instead.
+"""
 
 from torch import Tensor
 
-from kfqn_ext.linalg import compact_middle, compact_product, push_pair
+from kfqn_ext.linalg import compact_middle, compact_product, dense_from_pairs, push_pair
 from kfqn_ext.optim.sides.base import State
 
 
-def start_pairs(state: State, side: str, like: Tensor, memory: int, damping: Tensor) -> None:
-    """Start from I / damping without pairs; ``like``, [*B, d], gives shape, dtype and device."""
+def check_memory(memory: int) -> None:
+    """Raise a ValueError where p is no count of pairs."""
+    if not isinstance(memory, int) or memory < 1:
+        raise ValueError(
+            f"Invalid history_size: {memory}. It must be an integer of at least 1: how many pairs are kept."
+        )
+
+
+def start_pairs(state: State, side: str, like: Tensor, memory: int, gamma: Tensor) -> None:
+    """Start from γI without pairs; ``like``, [*B, d], gives shape, dtype and device."""
     *blocks, d = like.shape
     state[f"pairs_{side}"] = like.new_zeros(*blocks, 2 * memory, d)
-    state[f"K_{side}"] = like.new_zeros(*blocks, 2 * memory, 2 * memory)
-    state[f"gamma_{side}"] = (1.0 / damping).to(like).clone()
+    state[f"gamma_{side}"] = gamma.to(like).clone()
+    _form(state, side)
 
 
-def update_pairs(state: State, side: str, s: Tensor, y: Tensor, damping: Tensor) -> Tensor:
-    """Append a pair where it is usable; return where, bool [*B]."""
-    gamma = state[f"gamma_{side}"].copy_(1.0 / damping)
-    pairs, kept = push_pair(state[f"pairs_{side}"], s, y, norm_H=gamma.unsqueeze(-1))
+def update_pairs(state: State, side: str, s: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
+    """Append a pair where it is usable, on top of γI; return where, bool [*B]."""
+    state[f"gamma_{side}"].copy_(gamma)
+    pairs, kept = push_pair(state[f"pairs_{side}"], s, y, norm_H=state[f"gamma_{side}"].unsqueeze(-1))
     state[f"pairs_{side}"] = pairs
-    state[f"K_{side}"] = compact_middle(pairs, gamma)
+    _form(state, side)
     return kept
+
+
+def _form(state: State, side: str) -> None:
+    pairs, gamma = state[f"pairs_{side}"], state[f"gamma_{side}"]
+    if pairs.shape[-1] <= pairs.shape[-2]:
+        state[f"H_{side}"] = dense_from_pairs(pairs, gamma)
+    else:
+        state[f"K_{side}"] = compact_middle(pairs, gamma)
 
 
 def times_pairs(state: State, side: str, M: Tensor) -> Tensor:
     """H M for the kept inverse: [*B, d, k] → [*B, d, k]."""
+    if f"H_{side}" in state:
+        return state[f"H_{side}"] @ M
     return compact_product(state[f"pairs_{side}"], state[f"K_{side}"], state[f"gamma_{side}"], M)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kfqn_ext.linalg import bfgs_update_, powell_lm
 from kfqn_ext.linalg.pairs import common_scale, dot
 from kfqn_ext.optim.sides.base import Kind, Measured, OutputSide, Seen, State, count
-from kfqn_ext.optim.sides.pairs import start_pairs, times_pairs, update_pairs
+from kfqn_ext.optim.sides.pairs import check_memory, start_pairs, times_pairs, update_pairs
 
 PairDamping = Callable[[Tensor, Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]
 
@@ -66,7 +66,7 @@ def _average_pair(state: State, seen: Seen, decay: float) -> tuple[Tensor, Tenso
     assert before is not None and after is not None
     s, y = after.h_bar - before.h_bar, after.dh_bar - before.dh_bar
     noise = after.dh_noise + before.dh_noise
-    news = (dot(y, y) > dot(noise, noise)) & torch.isfinite(dot(s, s) + dot(y, y))
+    news = (dot(y, y) > dot(noise, noise)) & torch.isfinite(dot(s, s) + dot(y, y)) & seen.finite
     for name, value in (("s_G", s), ("y_G", y)):
         state[name].copy_(torch.where(news, torch.lerp(value, state[name], decay), state[name]))
     return *common_scale(state["s_G"], state["y_G"]), news
@@ -96,13 +96,17 @@ class LimitedSecant(Secant):
 
     memory: int = 100
 
+    def __post_init__(self) -> None:
+        """Check the memory."""
+        check_memory(self.memory)
+
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
-        start_pairs(state, "G", like, self.memory, 1.0 / self.initial(damping))
+        start_pairs(state, "G", like, self.memory, self.initial(damping))
         state["s_G"], state["y_G"] = torch.zeros_like(like), torch.zeros_like(like)
 
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         s, y, damped = self._damped_pair(state, seen, damping)
-        kept = update_pairs(state, "G", s, y, 1.0 / self.initial(damping))
+        kept = update_pairs(state, "G", s, y, self.initial(damping))
         count(state, "pairs_seen_G", kept, kept & damped, ~kept)
 
     def precondition(self, state: State, M: Tensor) -> Tensor:  # noqa: D102
