@@ -88,7 +88,7 @@ def _passes(
     measurement = Measurement(dict.fromkeys(kinds, modules), reduction, probe=lambda module, a_bar: None)
     with torch.enable_grad(), input_gradients_only(model), backpack(*measurement.extensions):
         run(batch)
-    found = {}
+    found: dict[tuple[Layer, str], Any] = {}
     for layer in layers:
         measured = measurement.of(layer.module)
         found |= {(layer, k): getattr(measured, k) for k in kinds if getattr(measured, k) is not None}
