@@ -1,5 +1,6 @@
 """A layer's exact curvature, formed: its Hessian block, its Gauss-Newton block, and the G_{t,t'} of ``thm_4``."""
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def exact_output_hessians(
         f"The G_{{t,t'}} of layer {problem.name}", N * T * T * blocks * d * d * G.element_size(), memory_budget
     )
     G = hessian.gradient.new_empty(N, T, T, blocks, d, d)
-    for t, b, i in torch.cartesian_prod(torch.arange(T), torch.arange(blocks), torch.arange(d)).tolist():
+    for t, b, i in product(range(T), range(blocks), range(d)):
         v = torch.zeros_like(hessian.gradient)
         v[:, t, b, i] = N  # f is a mean: N ∂²f/∂h² is one datum's
         G[:, t, :, b, i] = hessian(v)[:, :, b]
@@ -160,7 +161,7 @@ def exact_output_hessians(
 
 
 def form(
-    problem: LayerLoss, product: HessianProduct | GGNProduct, order: str = "paper", progress: bool = False
+    problem: LayerLoss, curvature: HessianProduct | GGNProduct, order: str = "paper", progress: bool = False
 ) -> Tensor:
     """Form the matrix of a product, one row for each parameter; arguments and result as :func:`exact_block`."""
     W = problem.W
@@ -173,7 +174,7 @@ def form(
     index = vec(places) if order == "paper" else torch_vec(problem.geometry, places)
     for k, place in enumerate(tqdm(index.flatten().tolist(), desc=problem.name, disable=not progress, leave=False)):
         unit.view(-1)[place] = 1
-        row = product.full(unit)
+        row = curvature.full(unit)
         unit.view(-1)[place] = 0
         if order == "torch":
             matrix[k] = torch_vec(problem.geometry, row)

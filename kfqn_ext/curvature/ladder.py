@@ -118,7 +118,7 @@ def layer_ladder(
     sums = kronecker_sums(hessian, progress)
     facts = facts_of(problem, hessian, sums.G_tt, notes)
     yardstick = Yardstick(*_form_block(problem, progress), facts)
-    held = list(held_rungs(problem, optimizers))
+    held = list(held_rungs(problem, optimizers, facts))
     notes += [remark for remark in held if isinstance(remark, str)]
     lam = damping if damping is not None else _default_damping(problem, optimizers, yardstick.spectrum)
     report = LayerReport(problem.name, problem.geometry, facts.num_data, facts.num_locations, notes)

@@ -17,7 +17,6 @@ from kfqn_ext.curvature.factors import (
     gauss_newton_roots,
     gram,
     held_damping,
-    held_inverses,
     sampled_output_factor,
 )
 from kfqn_ext.curvature.krylov import nearest_kronecker_of_roots, spectral_norm
@@ -25,8 +24,8 @@ from kfqn_ext.curvature.ladder import by_name, chosen_layers, default_damping
 from kfqn_ext.curvature.operators import KroneckerOperator, Multiplication, Operator, RootsOperator, ScaledIdentity
 from kfqn_ext.curvature.problem import LayerLoss, LossFn
 from kfqn_ext.curvature.products import HessianProduct, OutputHessian
-from kfqn_ext.curvature.report import FLOOR, GRADIENT, CurvatureReport, LayerReport, Row
-from kfqn_ext.curvature.rungs import Facts
+from kfqn_ext.curvature.report import FLOOR, GRADIENT, HELD, CurvatureReport, LayerReport, Row
+from kfqn_ext.curvature.rungs import Facts, Held
 from kfqn_ext.linalg import kronecker_product
 
 
@@ -38,12 +37,13 @@ class OperatorRung:
     label: str
     operator: Operator
     damping: float = 0.0
-    inverses: tuple[Tensor, Tensor] | None = None
+    held: Held | None = None
 
     def direction(self, gradient: Tensor, damping: float) -> Tensor:
         """(M + λI)⁻¹ g, or H_G g H_A: [*B, d_out, d_in]."""
-        if self.inverses is not None:
-            return kronecker_product(self.inverses[1], gradient, self.inverses[0])
+        if self.held is not None:
+            H_A, H_G = (H.reshape(*gradient.shape[:-2], *H.shape[-2:]) for H in (self.held.H_A, self.held.H_G))
+            return kronecker_product(H_G, gradient, H_A)
         return self.operator.solve(damping - self.damping, gradient)
 
 
@@ -168,13 +168,12 @@ class _LayerEstimate:
         aims = KroneckerOperator(*self._blocks(facts.damped(damping)))
         yield OperatorRung("(A + λ_A I) ⊗ (G + λ_G I)", "algo_8", aims, damping)
         for name, optimizer in self.optimizers.items():
-            held = held_inverses(optimizer, self.problem.weight, self.problem.W.dtype)
+            held = Held.of(self.problem, optimizer, facts)
             if held is None:
                 self.notes.append(f"{name} holds no H_A and H_G for layer {self.problem.name} (yet).")
                 continue
-            operator = KroneckerOperator(*(torch.linalg.inv(H) for H in held))
-            lam = held_damping(optimizer, self.problem.weight) or 0.0
-            yield OperatorRung(f"{name}: H_A⁻¹ ⊗ H_G⁻¹", "eq_18", operator, lam, held)
+            operator = KroneckerOperator(*self._blocks((torch.linalg.inv(held.H_A), torch.linalg.inv(held.H_G))))
+            yield OperatorRung(f"{name}: {HELD}", "eq_18", operator, held.damping, held)
         yield OperatorRung(GRADIENT, "", ScaledIdentity(damping), damping)
         if self.roots is not None:
             yield OperatorRung("Gauss-Newton", "", RootsOperator(self.roots, blocks))
@@ -200,6 +199,9 @@ class _LayerEstimate:
         for i, rung in enumerate(tqdm(rungs, desc=f"{self.problem.name}: rungs", disable=not progress, leave=False)):
             row = Row(rung.name, rung.label, rung.damping or lam)
             self._add_norms(row, rung, probed, i)
+            if rung.held is not None:
+                row.H_A_error = metrics.relative_error(rung.held.H_A, rung.held.aim_A)
+                row.H_G_error = metrics.relative_error(rung.held.H_G, rung.held.aim_G)
             self._add_direction(row, rung, lam)
             values = self._add_spectrum(row, rung, exact, ends) if spectra and ends is not None else None
             report.add(row, values)

@@ -106,11 +106,11 @@ class Yardstick:
     def _add_inverse_errors(self, row: Row, rung: Rung, newton: Newton) -> None:
         if not rung.damping:
             return
-        lam, H = rung.damping, torch.linalg.inv(rung.matrix) if rung.inverses is None else kron(*rung.inverses)
-        aims = self.facts.damped_fisher(lam) if rung.fisher else self.facts.damped(lam)
-        if aims is not None and rung.inverses is not None:
-            row.H_A_error = metrics.relative_error(rung.inverses[0], torch.linalg.inv(aims[0]))
-            row.H_G_error = metrics.relative_error(rung.inverses[1], torch.linalg.inv(aims[1]))
+        lam, held = rung.damping, rung.held
+        H = torch.linalg.inv(rung.matrix) if held is None else kron(held.H_A, held.H_G)
+        if held is not None:
+            row.H_A_error = metrics.relative_error(held.H_A, held.aim_A)
+            row.H_G_error = metrics.relative_error(held.H_G, held.aim_G)
         AG = kron(self.facts.A, self.facts.G)
         AG.diagonal(dim1=-2, dim2=-1).add_(lam)
         row.H_error = metrics.relative_error(H, torch.linalg.inv(AG))

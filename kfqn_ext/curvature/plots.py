@@ -78,6 +78,7 @@ def _draw_heat_maps(figure: Any, axes: Sequence[Any], layer: LayerReport) -> Non
         picture = ax.imshow(layer.images[name].numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
         ax.set_title(name, fontsize=7)
     for ax in axes:
+        ax.set(xticks=[], yticks=[])
         ax.set_axis_off()
     figure.colorbar(picture, ax=list(axes), shrink=0.8)
 

@@ -14,6 +14,7 @@ from kfqn_ext.curvature.lazy import need
 from kfqn_ext.geometry import LayerGeometry
 
 FLOOR = "nearest Kronecker product"
+HELD = "H_A⁻¹ ⊗ H_G⁻¹"
 GRADIENT = "λ I (gradient descent)"
 _PIXELS = 256
 

@@ -16,6 +16,7 @@ from kfqn_ext.curvature.factors import (
 from kfqn_ext.curvature.metrics import damped_solve
 from kfqn_ext.curvature.problem import LayerLoss
 from kfqn_ext.curvature.products import OutputHessian
+from kfqn_ext.curvature.report import HELD
 from kfqn_ext.curvature.sums import KroneckerSums, one_product_per_datum, uncorrelated_locations
 from kfqn_ext.curvature.vec import unvec, vec
 from kfqn_ext.linalg import kronecker_product
@@ -34,16 +35,14 @@ class Rung:
         label: Where the paper has it; "" where it has not.
         matrix: [G, p, p] with p = d_in · d_out in the paper's order; G blocks, one a channel group.
         damping: λ that the matrix already contains.
-        inverses: H_A [G, d_in, d_in] and H_G [G, d_out, d_out] where it is held as the inverse H_A ⊗ H_G.
-        fisher: Whether these inverses are KFAC's, of Ω and Γ.
+        held: H_A and H_G, where it is held as the inverse H_A ⊗ H_G.
     """
 
     name: str
     label: str
     matrix: Tensor
     damping: float = 0.0
-    inverses: tuple[Tensor, Tensor] | None = None
-    fisher: bool = False
+    held: "Held | None" = None
 
     def direction(self, gradient: Tensor, damping: float) -> Tensor:
         """What it makes of a gradient: H_G g H_A where it is held as an inverse, otherwise (matrix + λI)⁻¹ g.
@@ -55,9 +54,9 @@ class Rung:
         Returns:
             [G, p].
         """
-        if self.inverses is None:
+        if self.held is None:
             return damped_solve(self.matrix, damping - self.damping, gradient)
-        H_A, H_G = self.inverses
+        H_A, H_G = self.held.H_A, self.held.H_G
         return vec(kronecker_product(H_G, unvec(gradient, H_G.shape[-1]), H_A))
 
 
@@ -81,16 +80,63 @@ class Facts:
 
     def damped(self, damping: float) -> tuple[Tensor, Tensor]:
         """A + λ_A I and G + λ_G I with ``algo_8``'s split of λ, what K-BFGS wants its H_A and H_G to invert."""
-        T = self.num_locations
-        return _plus(self.A, sqrt(damping * T)), _plus(self.G, sqrt(damping / T))
+        damping_A, damping_G = self.spatial(damping)
+        return plus(self.A, damping_A), plus(self.G, damping_G)
 
-    def damped_fisher(self, damping: float) -> tuple[Tensor, Tensor] | None:
-        """Ω + π√λ I and Γ + √λ/π I with ``line_11``'s π, what KFAC inverts; None without Γ."""
-        if self.Gamma is None:
+    def spatial(self, damping: float) -> tuple[float, float]:
+        """λ_A = √(λ|T|) and λ_G = √(λ/|T|), the split of ``algo_8``."""
+        return sqrt(damping * self.num_locations), sqrt(damping / self.num_locations)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an optimizer holds for a layer, and what it aims at. G blocks come first.
+
+    Attributes:
+        H_A: [G, d_in, d_in].
+        H_G: [G, d_out, d_out].
+        damping: λ = λ_A λ_G, which the inverses contain.
+        aim_A: (A + λ_A I)⁻¹ with this minibatch's A.
+        aim_G: (G + λ_G I)⁻¹ with this minibatch's exact G; for an optimizer that keeps a Γ, Γ in place of G.
+    """
+
+    H_A: Tensor
+    H_G: Tensor
+    damping: float
+    aim_A: Tensor
+    aim_G: Tensor
+
+    @classmethod
+    def of(cls, problem: LayerLoss, optimizer: HasState, facts: Facts) -> "Held | None":
+        """Read an optimizer's public state; None where it holds no inverses for the layer (yet).
+
+        The split of λ is the optimizer's, ``optimizer.recipe.split``, and ``algo_8``'s where it has none.
+        """
+        inverses = held_inverses(optimizer, problem.weight, problem.W.dtype)
+        if inverses is None:
             return None
-        means = [M.diagonal(dim1=-2, dim2=-1).mean(-1) for M in (self.A, self.Gamma)]
-        pi = (means[0] / means[1]).sqrt().unsqueeze(-1)
-        return _plus(self.A, pi * sqrt(damping)), _plus(self.Gamma, sqrt(damping) / pi)
+        H_A, H_G = (H if problem.geometry.blocks else H.unsqueeze(0) for H in inverses)
+        G = facts.Gamma if "Gamma" in optimizer.state[problem.weight] and facts.Gamma is not None else facts.G
+        lam = held_damping(optimizer, problem.weight) or 0.0
+        split = getattr(getattr(optimizer, "recipe", None), "split", None)
+        damping_A, damping_G = facts.spatial(lam) if split is None else split(lam, _Balance.of(facts))
+        aims = [torch.linalg.inv(plus(M, damping)) for M, damping in ((facts.A, damping_A), (G, damping_G))]
+        return cls(H_A, H_G, float(torch.as_tensor(damping_A * damping_G).mean()), *aims)
+
+
+@dataclass(frozen=True)
+class _Balance:
+    """What the splits of ``kfqn_ext.optim.splits`` ask for; that wing of the house is not imported here."""
+
+    num_locations: float
+    power_A: Tensor
+    power_G: Tensor
+
+    @classmethod
+    def of(cls, facts: Facts) -> "_Balance":
+        G = facts.G if facts.Gamma is None else facts.Gamma
+        power_A, power_G = (M.diagonal(dim1=-2, dim2=-1).mean(-1) for M in (facts.A, G))
+        return cls(facts.num_locations, power_A, power_G)
 
 
 def paper_rungs(hessian: OutputHessian, sums: KroneckerSums, facts: Facts) -> list[Rung]:
@@ -135,26 +181,24 @@ def fisher_rungs(problem: LayerLoss, hessian: OutputHessian, facts: Facts) -> li
     return [Rung("Gauss-Newton", "", gauss_newton), Rung("Ω ⊗ Γ", "algo_1", kron(facts.A, facts.Gamma))]
 
 
-def held_rungs(problem: LayerLoss, optimizers: Mapping[str, HasState]) -> Iterator[Rung | str]:
+def held_rungs(problem: LayerLoss, optimizers: Mapping[str, HasState], facts: Facts) -> Iterator[Rung | str]:
     """Build H_A⁻¹ ⊗ H_G⁻¹ of each optimizer, or say that it has none.
 
     Args:
         problem: The layer.
         optimizers: By the name to show.
+        facts: The factors.
 
     Yields:
         A rung, or a remark.
     """
     for name, optimizer in optimizers.items():
-        inverses = held_inverses(optimizer, problem.weight, problem.W.dtype)
-        if inverses is None:
+        held = Held.of(problem, optimizer, facts)
+        if held is None:
             yield f"{name} holds no H_A and H_G for layer {problem.name} (yet)."
             continue
-        H_A, H_G = (H if problem.geometry.blocks else H.unsqueeze(0) for H in inverses)
-        matrix = kron(torch.linalg.inv(H_A), torch.linalg.inv(H_G))
-        damping = held_damping(optimizer, problem.weight) or 0.0
-        fisher = "Gamma" in optimizer.state[problem.weight]
-        yield Rung(f"{name}: H_A⁻¹ ⊗ H_G⁻¹", "eq_18", matrix, damping, (H_A, H_G), fisher)
+        matrix = kron(torch.linalg.inv(held.H_A), torch.linalg.inv(held.H_G))
+        yield Rung(f"{name}: {HELD}", "eq_18", matrix, held.damping, held)
 
 
 def extra_rungs(problem: LayerLoss, extra: Extra | None) -> list[Rung]:
@@ -177,7 +221,9 @@ def extra_rungs(problem: LayerLoss, extra: Extra | None) -> list[Rung]:
     return rungs
 
 
-def _plus(matrix: Tensor, damping: float | Tensor) -> Tensor:
+def plus(matrix: Tensor, damping: float | Tensor) -> Tensor:
+    """M + λI: [*B, d, d], λ a number or [*B]."""
+    damping = damping.unsqueeze(-1) if isinstance(damping, Tensor) else damping
     damped = matrix.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping)
     return damped

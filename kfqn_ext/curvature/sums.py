@@ -1,6 +1,8 @@
 """Sums of Kronecker products over data and locations: ``thm_4`` and the two approximations that follow it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -41,9 +43,10 @@ def kronecker_sums(hessian: OutputHessian, progress: bool = False) -> KroneckerS
     return _coupled(hessian, progress) if hessian.coupled else _independent(hessian, progress)
 
 
-def _rows(progress: bool, *sizes: int) -> list[list[int]]:
-    places = torch.cartesian_prod(*(torch.arange(size) for size in sizes)).tolist()
-    return tqdm(places, desc="rows of ∂²f/∂h²", disable=not progress, leave=False)  # type: ignore[no-any-return]
+def _rows(progress: bool, *sizes: int) -> Iterable[tuple[int, ...]]:
+    places = list(product(*(range(size) for size in sizes)))
+    bar: Iterable[tuple[int, ...]] = tqdm(places, desc="rows of ∂²f/∂h²", disable=not progress, leave=False)
+    return bar
 
 
 def _independent(hessian: OutputHessian, progress: bool) -> KroneckerSums:

@@ -1,7 +1,9 @@
 """What all extensions of this package share: measure every supported layer, merge calls, keep results by module."""
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -9,11 +11,31 @@ import torch
 from backpack.extensions.backprop_extension import FAIL_SILENT
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.geometry import LayerPass, geometry_of
 
 Q = TypeVar("Q")
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[Q]):
+    """A result, the backward pass that gave it, and the calls in it, each known by its input."""
+
+    backward: int
+    result: Q
+    calls: tuple[weakref.ref[Tensor], ...]
+
+
+def _computes_gradient_of(weight: Tensor) -> bool:
+    """Whether the backward pass that runs computes this gradient, which ``autograd.grad(loss, x)`` does not."""
+    if not weight.requires_grad:
+        return True
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+    except RuntimeError:  # torch says so where autograd.grad returns this very gradient
+        return True
 
 
 class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[misc]  # BackPACK has no types
@@ -27,6 +49,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     mirrored = True
     """Whether results are set on the weights; turned off where nobody is to keep them alive."""
+    loss_scale: float | None = None
+    """What the loss was multiplied with before its backward pass (``GradScaler.get_scale()``); None for nothing."""
 
     def __init__(
         self,
@@ -58,7 +82,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         self.accumulate = accumulate
         self._only = None if modules is None else WeakSet(modules)
         self.saw_empty_batch = False
-        self._results: WeakKeyDictionary[nn.Module, tuple[int, Q]] = WeakKeyDictionary()
+        self.saw_half = False
+        self._results: WeakKeyDictionary[nn.Module, _Entry[Q]] = WeakKeyDictionary()
 
     @abstractmethod
     def measure(self, module: nn.Module, layer: LayerPass) -> Q:
@@ -68,6 +93,18 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     def merge(self, module: nn.Module, old: Q, layer: LayerPass) -> Q:
         """Extend a quantity by another call of the same layer: the result of one call on both batches."""
 
+    def add_gradient(self, module: nn.Module, old: Q, layer: LayerPass) -> Q:
+        """Extend a quantity by another backward pass through a call that it has: of the next of several losses.
+
+        Raises:
+            NotImplementedError: Where the quantity of a sum of losses does not follow from those of its terms.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} met a second backward pass through one call of {module}. It holds squares of "
+            "gradients, and those of a sum of losses do not follow from those of its terms: add the losses up and "
+            "call backward() once."
+        )
+
     def __call__(self, module: nn.Module, g_inp: tuple[Any, ...], g_out: tuple[Tensor, ...]) -> None:
         """Measure one layer; BackPACK calls this in the backward pass."""
         geometry = geometry_of(module)
@@ -76,19 +113,27 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         weight: Any = module.weight
         if module not in self._only if self._only is not None else not weight.requires_grad:
             return
+        if not _computes_gradient_of(weight):
+            return
         x: Any = module.input0
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            layer = LayerPass.of(geometry, module, x, g_out[0], self.reduction, self._subsampling)
+            self.saw_half |= g_out[0].dtype == torch.float16
+            layer = LayerPass.of(
+                geometry, module, x, g_out[0], self.reduction, self._subsampling, self.loss_scale or 1.0
+            )
             if layer.num_data == 0:  # as in a mixture of experts; there is nothing to average
                 self.saw_empty_batch = True
                 return
             backward = torch._C._current_graph_task_id()
-            last, old = self._results.get(module, (None, None))
-            if old is not None and (self.accumulate or last == backward):
-                result = self.merge(module, old, layer)
+            old = self._results.get(module)
+            call, calls = weakref.ref(x), ()
+            if old is not None and (self.accumulate or old.backward == backward):
+                calls = tuple(seen for seen in old.calls if seen() is not None)
+                repeated = old.backward != backward and any(seen() is x for seen in calls)
+                result = (self.add_gradient if repeated else self.merge)(module, old.result, layer)
             else:
                 result = self.measure(module, layer)
-        self._results[module] = (backward, result)
+        self._results[module] = _Entry(backward, result, (*calls, call))
         if self.mirrored:
             setattr(weight, self.savefield, result)
 
@@ -98,7 +143,11 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     def get(self, module: nn.Module) -> Q | None:
         """Look up the result of a layer; None where there is none."""
-        return self._results[module][1] if module in self._results else None
+        return self._results[module].result if module in self._results else None
+
+    def values(self) -> list[Q]:
+        """List all results."""
+        return [entry.result for entry in self._results.values()]
 
     def __len__(self) -> int:
         """Count the layers that were measured."""
@@ -115,10 +164,11 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             MissingQuantitiesError: If no backward pass under this extension reached it.
         """
         try:
-            return self._results[module][1]
+            return self._results[module].result
         except KeyError:
             raise MissingQuantitiesError(
                 f"{type(self).__name__} has no result for {module}. A result needs an extended model "
                 "(kfqn_ext.extend) and a backward pass that reaches the layer inside `with backpack(ext):`; "
-                "layers whose weight needs no gradient are passed over."
+                "layers whose weight needs no gradient are passed over, and so are passes that do not compute it, as "
+                "autograd.grad(loss, x), and those with create_graph=True."
             ) from None

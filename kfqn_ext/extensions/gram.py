@@ -43,6 +43,9 @@ class InputGram(LayerExtension[Gram]):
     def measure(self, module: nn.Module, layer: LayerPass) -> Gram:  # noqa: D102
         return Gram(layer.geometry.gram(layer.x), layer.num_data, layer.num_locations)
 
+    def add_gradient(self, module: nn.Module, old: Gram, layer: LayerPass) -> Gram:  # noqa: D102
+        return old
+
     def merge(self, module: nn.Module, old: Gram, layer: LayerPass) -> Gram:  # noqa: D102
         total = old.num_data + layer.num_data
         share = layer.num_data / total

@@ -16,9 +16,14 @@ from backpack.context import CTX
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.geometry import is_layer
 
 _HANDLE = "_kfqn_hook"
+_DATA_PARALLEL = (
+    "nn.DataParallel runs copies of the layers, which live for one forward pass: what is measured on them is lost. "
+    "Use one device, or one process for each device and reduce the quantities among them."
+)
 _input_gradients_only = False
 
 
@@ -27,15 +32,21 @@ def extend(model: nn.Module) -> nn.Module:
 
     Unlike ``backpack.extend`` it changes nothing in what the model computes and allows in-place operations on the
     layers' outputs; only first-order extensions can run. Calling it again attaches what is new and nothing twice.
-    Extend before ``torch.compile``.
+    Extend before ``torch.compile``. Backward passes with ``create_graph=True`` are parts of a computation that goes on,
+    and no extension runs in them.
 
     Args:
         model: Any module. It is modified and returned.
 
     Returns:
         The model.
+
+    Raises:
+        UnsupportedLayerError: If the model is or holds an ``nn.DataParallel``.
     """
     for module in model.modules():
+        if isinstance(module, nn.DataParallel):
+            raise UnsupportedLayerError(_DATA_PARALLEL)
         if is_layer(module) and not hasattr(module, _HANDLE):
             handle = module.register_forward_hook(_watch_output, with_kwargs=True)
             object.__setattr__(module, _HANDLE, handle)
@@ -91,8 +102,10 @@ def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Forward hook: have the active extensions run once the gradient of this output is known."""
     if not (disable.should_store_io() and torch.is_grad_enabled() and isinstance(output, Tensor)):
         return None
-    if getattr(module, "_backpack_extend", False):
+    if module.__dict__.get("_backpack_extend", False):
         return None  # BackPACK's own hook serves this module
+    if "_is_replica" in module.__dict__:
+        raise UnsupportedLayerError(_DATA_PARALLEL)
     replaced = _input_gradients_only and not output.requires_grad
     if replaced:
         output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
@@ -110,7 +123,7 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
         watched = output._base
 
     def run(g: Tensor) -> None:
-        if CTX.get_active_exts():
+        if CTX.get_active_exts() and not torch.is_grad_enabled():  # enabled: with create_graph=True
             _run_extensions(module, x, g.detach().reshape(shape))
 
     watched.register_hook(run)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """The quantities of K-BFGS: means of a layer's patches, outputs and output gradients, and products with A."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -147,6 +147,13 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
     def measure(self, module: nn.Module, layer: LayerPass) -> LayerMoments:  # noqa: D102
         a_bar = layer.geometry.mean_patch(layer.x)
         return self._moments(layer, a_bar, None if self.probe is None else self.probe(module, a_bar))
+
+    def add_gradient(self, module: nn.Module, old: LayerMoments, layer: LayerPass) -> LayerMoments:  # noqa: D102
+        new = self._moments(layer, old.a_bar, None)
+        share = new.num_locations / old.num_locations
+        if self.reduction == "sum":
+            share *= new.num_data / old.num_data
+        return replace(old, dh_bar=old.dh_bar + share * new.dh_bar, dh_noise=old.dh_noise + share * new.dh_noise)
 
     def merge(self, module: nn.Module, old: LayerMoments, layer: LayerPass) -> LayerMoments:  # noqa: D102
         new = self._moments(layer, layer.geometry.mean_patch(layer.x), old.s)

@@ -20,7 +20,7 @@ class LayerPass:
         num_data: N.
         num_locations: |T|.
         grad_scale: What turns ``g`` into gradients of a single datum's loss: N where the loss is a mean over data,
-            1 where it is a sum.
+            1 where it is a sum, over the loss's scale.
         W: The layer's matrix at the time of the pass, [*B, d_out, d_in].
         eps: Relative rounding error of the gradient as it arrived.
     """
@@ -43,6 +43,7 @@ class LayerPass:
         g: Tensor,
         reduction: str,
         subsampling: list[int] | None = None,
+        loss_scale: float = 1.0,
     ) -> "LayerPass":
         """Cast to the working dtype (float32 at least), batch, and subsample.
 
@@ -53,6 +54,7 @@ class LayerPass:
             g: Gradient by its output.
             reduction: "mean" or "sum": what the loss does over data.
             subsampling: Indices of the data to use; all where None.
+            loss_scale: What the loss was multiplied with to keep its gradients in range.
 
         Returns:
             The pass.
@@ -70,7 +72,7 @@ class LayerPass:
             g=g.to(dtype),
             num_data=x.shape[0],
             num_locations=geometry.num_locations(g),
-            grad_scale=float(total) if reduction == "mean" else 1.0,
+            grad_scale=(total if reduction == "mean" else 1.0) / loss_scale,
             W=geometry.matrix(weight.to(dtype), None if bias is None else bias.detach()),
             eps=torch.finfo(g.dtype).eps,
         )

@@ -1,5 +1,6 @@
 """The step loop that all members of the family share: two passes over a minibatch, one direction, one update."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from backpack import backpack
 from backpack.context import CTX
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from kfqn_ext.extensions import KBFGSQuantities, extend
 from kfqn_ext.optim import blocks
@@ -22,6 +23,7 @@ from kfqn_ext.optim.sides import Measured, Seen
 from kfqn_ext.optim.warm_start import measure_data
 
 Closure = Callable[[], Tensor]
+_NEVER_RAN = "A second pass was due and never ran: curvature was not updated. See second_pass_due."
 
 
 class KroneckerOptimizer(PlannedOptimizer):
@@ -84,6 +86,7 @@ class KroneckerOptimizer(PlannedOptimizer):
         self._due: Work = []
         self._refreshing: Work = []
         self._bad_batches = LateWarning("A batch had a gradient that is not finite; it changed nothing.")
+        self._bad_second_passes = LateWarning("A second pass was not finite; nothing was learned from it.")
         defaults = {
             "lr": lr,
             "damping": damping,
@@ -128,34 +131,53 @@ class KroneckerOptimizer(PlannedOptimizer):
 
     def _start(self, layer: Layer, group: dict[str, Any], measured: Measured) -> None:
         if not blocks.start(layer, self.state[layer.weight], self.recipe, group["damping"], measured):
-            self._warn_once(f"The inputs of layer {layer.name} are not finite: it has no curvature yet.")
+            self._rejected.add(layer)
 
     # ------------------------------------------------------------------ the two passes
 
     @contextmanager
-    def first_pass(self) -> Iterator[None]:
+    def first_pass(self, loss_scale: float | None = None, keep_inputs: bool = False) -> Iterator[None]:
         """Measure the forward and backward pass in the body, for loops that cannot pass a closure to ``step``.
+
+        Several backward passes in the body accumulate, as ``.grad`` does: over micro-batches whose losses are scaled to
+        shares of the whole batch's, or over several losses of one forward pass. Auxiliary passes belong outside.
+
+        Args:
+            loss_scale: What the loss is multiplied with before ``backward()``, for example
+                ``GradScaler.get_scale()``; ``.grad`` must be unscaled before ``step``. Required with float16.
+            keep_inputs: Hold the layers' inputs until ``step``, so that micro-batches give what one big batch gives.
+                Without it the direction s = H_A ā in which A is looked at comes from the first of them.
 
         Yields:
             Nothing.
+
+        Raises:
+            RuntimeError: If the body runs no backward pass, or one in float16 without a ``loss_scale``.
+            ValueError: If all batches are empty.
         """
+        self._check_processes()
         if self._due:
-            self._warn_once("A second pass was due and never ran: curvature was not updated. See second_pass_due.")
+            self._warn_once(_NEVER_RAN)
         self._due, self._first = [], None
+        self._rejected.clear()
+        self._apply_schedules()
         trained = [(layer, group) for layer, group in self._layers() if layer.weight.requires_grad]
         due = {layer.module for layer, group in trained if self._is_due(group)}
         fresh = {layer.module for layer, _ in trained if not blocks.is_started(self.state.get(layer.weight))}
         wanted = {kind: due for kind in blocks.first_kinds(self.recipe)}
         for kind in blocks.start_kinds(self.recipe) - {"factors"}:
             wanted[kind] = wanted.get(kind, set()) | fresh
-        measurement = Measurement(wanted, self._reduction, self._probe)
-        before = self._gradient_versions()
+        probe = None if keep_inputs else self._probe
+        measurement = Measurement(wanted, self._reduction, probe, loss_scale)
+        before = [(lambda: None, 0) if g is None else (weakref.ref(g), g._version) for g in self._all_gradients()]
         if self.recipe.second_pass is not SecondPass.NONE and (due or fresh):
             self._replay.record()
         with backpack(*CTX.get_active_exts(), *measurement.extensions, extension_hook=CTX.get_extension_hook()):
             yield
-        if self._gradient_versions() == before:
+        after = zip(before, self._all_gradients(), strict=True)
+        if all(seen() is g and (g is None or version == g._version) for (seen, version), g in after):
             raise RuntimeError("No gradient changed in the first pass: it must run loss.backward().")
+        _check_loss_scale(measurement)
         if measurement.only_empty_batches:
             raise ValueError("The batch is empty: there is no datum to learn from. Drop empty batches.")
         self._first = measurement
@@ -164,10 +186,8 @@ class KroneckerOptimizer(PlannedOptimizer):
             now = fresh | due if self.recipe.second_pass is SecondPass.SAMPLED_BEFORE_STEP else fresh
             self._due = [w for w in reached if w[0].module in now]
 
-    def _gradient_versions(self) -> list[tuple[int, int]]:
-        """Which tensors hold the gradients, and how often they were written to."""
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        return [(0, 0) if g is None else (id(g), g._version) for g in grads]
+    def _all_gradients(self) -> list[Tensor | None]:
+        return [p.grad for group in self.param_groups for p in group["params"]]
 
     @property
     def second_pass_due(self) -> bool:
@@ -178,32 +198,40 @@ class KroneckerOptimizer(PlannedOptimizer):
         return bool(self._due)
 
     @contextmanager
-    def second_pass(self) -> Iterator[None]:
+    def second_pass(self, loss_scale: float | None = None) -> Iterator[None]:
         """Repeat the forward and backward pass of this minibatch in the body, and learn from both passes.
 
         The body sees the random numbers of the first pass. Parameters get no gradient; ``.grad`` and all buffers
-        are as before when it ends.
+        are as before when it ends. Micro-batches are all repeated, in their order.
+
+        Args:
+            loss_scale: As for :meth:`first_pass`; a scaler may have changed it meanwhile.
 
         Yields:
             Nothing.
 
         Raises:
-            RuntimeError: If no second pass is wanted.
+            RuntimeError: If no second pass is wanted, or it runs in float16 without a ``loss_scale``.
         """
         if not self._due or self._first is None:
             raise RuntimeError("second_pass() where none is wanted: check second_pass_due first.")
         due, first, self._due = self._due, self._first, []
+        if self.recipe.second_pass is not SecondPass.SAMPLED_BEFORE_STEP:
+            self._first = None
         with torch.no_grad():
             finite = self._finite()
         modules = [layer.module for layer, _ in due]
         wanted = {kind: modules for kind in blocks.second_kinds(self.recipe)}
-        second = Measurement(wanted, self._reduction, probe=lambda module, a_bar: None)
+        second = Measurement(wanted, self._reduction, lambda module, a_bar: None, loss_scale)
         with self._replay.repeat(), backpack(*second.extensions):
             yield
+        _check_loss_scale(second)
         with torch.no_grad():
+            self._bad_second_passes.note(second.not_finite().to(finite.device) & finite)
             self._learn(due, first, second, finite)
             if self.recipe.second_pass is SecondPass.SAMPLED_AFTER_STEP:
                 self._refresh()
+        self._apply_schedules()  # a step that ends here used its own values to the end
 
     def _probe(self, module: nn.Module, a_bar: Tensor) -> Tensor | None:
         weight: Any = module.weight
@@ -218,13 +246,32 @@ class KroneckerOptimizer(PlannedOptimizer):
             if not blocks.is_started(state):
                 if seen.second.factors is not None:
                     self._start(layer, group, seen.second)
-            elif self._complete(seen):
+            elif self._complete(layer, seen):
                 blocks.learn(layer, state, self.recipe, group["damping"], seen)
 
-    def _complete(self, seen: Seen) -> bool:
-        """Whether both passes reached a layer."""
-        first = all(getattr(seen.first, kind) is not None for kind in blocks.first_kinds(self.recipe))
-        return first and all(getattr(seen.second, kind) is not None for kind in blocks.second_kinds(self.recipe))
+    def _complete(self, layer: Layer, seen: Seen) -> bool:
+        """Whether both passes reached a layer, with the same data."""
+        if any(getattr(seen.first, kind) is None for kind in blocks.first_kinds(self.recipe)):
+            if layer.weight.grad is not None:
+                self._warn_once(
+                    f"Layer {layer.name} has a gradient but was not measured when its curvature was due (called "
+                    "through F.linear, compiled before it was extended, or backward() with create_graph=True?); it "
+                    "keeps what it has."
+                )
+            return False
+        if any(getattr(seen.second, kind) is None for kind in blocks.second_kinds(self.recipe)):
+            return False
+        before, after = seen.first.moments, seen.second.moments
+        if before is None or after is None:
+            return True
+        sizes = [(q.num_data, q.num_locations) for q in (before, after)]
+        if sizes[0] != sizes[1]:
+            self._warn_once(
+                f"Layer {layer.name} saw {sizes[0][0]} data at {sizes[0][1]:g} locations in the first pass and "
+                f"{sizes[1][0]} at {sizes[1][1]:g} in the second: it learned nothing from them. The second pass must "
+                "repeat the first, micro-batches included, and auxiliary passes belong outside both."
+            )
+        return sizes[0] == sizes[1]
 
     # ------------------------------------------------------------------ the step
 
@@ -274,9 +321,14 @@ class KroneckerOptimizer(PlannedOptimizer):
 
     def _advance(self, loss: Tensor | None) -> None:
         """Move the parameters, and find out who learns and whose inverses are recomputed."""
+        when = self.recipe.second_pass
+        if self._due and when is not SecondPass.SAMPLED_BEFORE_STEP:
+            self._warn_once(_NEVER_RAN)
+            self._due, self._first = [], None  # of an earlier step
         self._check_ready(self._gradients(), loss)
         finite = self._finite()
-        when, first = self.recipe.second_pass, self._first
+        self._apply_schedules()
+        first = self._first
         if first is not None:
             self._start_from(first)
         if when.sampled:
@@ -293,8 +345,20 @@ class KroneckerOptimizer(PlannedOptimizer):
         else:
             self._due = due
         if not self._due:
+            self._first = None
             self._refresh()
-        self._next_step()
+        for group in self.param_groups:
+            group["step"] += 1
+        if not self._due:
+            self._apply_schedules()
+
+    def _check_processes(self) -> None:
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            raise NotImplementedError(
+                f"{type(self).__name__} in {distributed.get_world_size()} processes: each would learn its curvature "
+                "from its own share of the data, and the copies of the model would drift apart. Train in one process; "
+                "the quantities of KBFGSQuantities can be averaged over processes, weighted by num_data."
+            )
 
     def _check_ready(self, grads: list[Tensor], loss: Tensor | None) -> None:
         if not grads:
@@ -327,3 +391,12 @@ class KroneckerOptimizer(PlannedOptimizer):
             if blocks.is_started(self.state.get(layer.weight)):
                 blocks.refresh(layer, self.state[layer.weight], self.recipe, group["damping"])
         self._refreshing = []
+
+
+def _check_loss_scale(measurement: Measurement) -> None:
+    if measurement.lacks_loss_scale:
+        raise RuntimeError(
+            "Gradients arrived in float16, and nothing says how the loss was scaled. Without a closure, use "
+            "first_pass(loss_scale=scaler.get_scale()) and second_pass(loss_scale=scaler.get_scale()), with "
+            "loss_scale=1.0 where it is not scaled."
+        )

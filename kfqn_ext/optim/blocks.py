@@ -42,11 +42,13 @@ def start(layer: Layer, state: State, recipe: Recipe, damping: float, measured: 
     """Make a layer's initial curvature; the one place that waits for the device, once per layer.
 
     Returns:
-        False where the inputs are not finite: then nothing is made.
+        False where what was measured is not finite: then nothing is made.
     """
     A = measured.A
     assert A is not None and measured.num_locations is not None
-    if not torch.isfinite(A).all():
+    others = [] if measured.power is None else [measured.power.A, measured.power.G]
+    others += [] if measured.factors is None else [measured.factors.Gamma]
+    if not all(bool(torch.isfinite(value).all()) for value in [A, *others]):
         return False
     if measured.power is not None:
         state["power_A"], state["power_G"] = measured.power.A, measured.power.G

@@ -20,6 +20,7 @@ class Move:
         direction: p.
         momentum: M, reshapable to θ's shape.
         rate: r.
+        lr: α.
         decay: δ = αγ.
     """
 
@@ -27,11 +28,12 @@ class Move:
     direction: Tensor
     momentum: Tensor
     rate: Rate
+    lr: Rate
     decay: Rate
 
     def squared_length(self) -> Tensor:
-        """r² ⟨p, M⟩, the step's squared length in the norm of the inverse preconditioner."""
-        return (self.direction.flatten() * self.momentum.reshape(-1)).sum() * self.rate**2
+        """α r ⟨p, M⟩: with r p = α H M, the step's squared length α² ⟨M, H M⟩ in the norm of H⁻¹."""
+        return (self.direction.flatten() * self.momentum.reshape(-1)).sum() * self.rate * self.lr
 
 
 def working_dtype(p: Tensor) -> torch.dtype:
@@ -49,11 +51,11 @@ def apply(move: Move, finite: Tensor) -> None:
     p = move.p
     if isinstance(move.decay, Tensor) or move.decay:
         p.mul_(1.0 - _choose(finite, move.decay, 0.0, p))
-    p.sub_(move.direction * _choose(finite, move.rate, 0.0, move.direction))
+    p.sub_(torch.where(finite, move.direction * move.rate, 0.0))
 
 
 def shortening(moves: list[Move], loss: Tensor, cap: float) -> Tensor:
-    """ν ≤ 1 with ν² Σ r²⟨p, M⟩ ≤ κ |f|: the squared length of the whole step is at most a share of the loss."""
+    """ν ≤ 1 with ν² Σ α r ⟨p, M⟩ ≤ κ |f|: the squared length of the whole step is at most a share of the loss."""
     square = torch.stack([move.squared_length() for move in moves]).sum()
     limit = cap * loss.detach().abs().to(square)
     return (limit / square.clamp(min=torch.finfo(square.dtype).tiny)).sqrt().clamp(max=1.0)

@@ -43,6 +43,7 @@ class PlannedOptimizer(Optimizer):
         self._plan: Plan | None = None
         self._schedules: list[dict[str, Schedule]] = []
         self._warned: set[str] = set()
+        self._rejected: set[Layer] = set()  # measured in this step, but not finite
         self.recipe = recipe
         super().__init__(list(model.named_parameters()) if params is None else params, {**defaults, "step": 0})
         self._replan()
@@ -111,11 +112,10 @@ class PlannedOptimizer(Optimizer):
         layers = self._planned.layers
         return [(layers[p], group) for group in self.param_groups for p in group["params"] if p in layers]
 
-    def _next_step(self) -> None:
-        """Count a step in every group, and set scheduled values for the next one."""
+    def _apply_schedules(self) -> None:
+        """Set scheduled values for the step that begins; again does no harm."""
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
-            group["step"] += 1
-            apply_schedules(group, schedules, group["step"])
+            apply_schedules(group, schedules)
 
     def _is_due(self, group: dict[str, Any], key: str = "curvature_update_freq") -> bool:
         return bool((group["step"] + 1) % group[key] == 0)
@@ -148,7 +148,7 @@ class PlannedOptimizer(Optimizer):
                 yield from self._layer_moves(layer, group, fallback_rate, decay, finite.to(p.device))
             elif p not in self._planned.covered and p.grad is not None:
                 M = descent.momentum_of(p, self.state[p], group, finite.to(p.device))
-                yield descent.Move(p, M, M, fallback_rate, decay)
+                yield descent.Move(p, M, M, fallback_rate, group["lr"], decay)
 
     def _layer_moves(
         self, layer: Layer, group: dict[str, Any], fallback_rate: Any, decay: Any, finite: Tensor
@@ -161,12 +161,13 @@ class PlannedOptimizer(Optimizer):
             P = blocks.precondition(state, self.recipe, M)
         else:
             rate = fallback_rate
-            self._warn_once(
-                f"Layer {layer.name} has a gradient but was not measured (called through F.linear, or compiled "
-                "before it was extended?); it takes the momentum direction."
-            )
+            if layer not in self._rejected:
+                self._warn_once(
+                    f"Layer {layer.name} has a gradient but was not measured (called through F.linear, or compiled "
+                    "before it was extended?); it takes the momentum direction."
+                )
         for (p, part), (_, m) in zip(descent.layer_parts(layer, P), descent.layer_parts(layer, M), strict=True):
-            yield descent.Move(p, part.reshape(p.shape), m, rate, decay)
+            yield descent.Move(p, part.reshape(p.shape), m, rate, group["lr"], decay)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

@@ -6,6 +6,8 @@ A group holds numbers only, so that it can be saved and loaded; the functions st
 from collections.abc import Callable
 from typing import Any
 
+from kfqn_ext.optim.validation import check_group
+
 Schedule = Callable[[int], Any]
 SCHEDULABLE = ("lr", "damping", "curvature_update_freq", "inverse_update_freq", "weight_decay")
 
@@ -37,11 +39,17 @@ def dense_then(every: int = 20, until: int = 20) -> Callable[[int], int]:
 def take_schedules(group: dict[str, Any], step: int) -> dict[str, Schedule]:
     """Replace a group's functions by their values for the next step, and return the functions."""
     found: dict[str, Schedule] = {key: group[key] for key in SCHEDULABLE if callable(group.get(key))}
-    apply_schedules(group, found, step)
+    group.update({key: schedule(step + 1) for key, schedule in found.items()})
     return found
 
 
-def apply_schedules(group: dict[str, Any], schedules: dict[str, Schedule], step: int) -> None:
-    """Set a group's scheduled values for the step after ``step``."""
-    for key, schedule in schedules.items():
-        group[key] = schedule(step + 1)
+def apply_schedules(group: dict[str, Any], schedules: dict[str, Schedule]) -> None:
+    """Set a group's scheduled values for its next step.
+
+    Raises:
+        ValueError: If a schedule has left the range of its hyperparameter; the group keeps its values.
+    """
+    values = {key: schedule(group["step"] + 1) for key, schedule in schedules.items()}
+    if values:
+        check_group({**group, **values})
+        group.update(values)

@@ -30,14 +30,15 @@ def categorical(output: Tensor, y: Tensor, generator: Generator, ignore_index: i
     """
     dim = 1 if output.ndim > 1 else 0
     probabilities = output.detach().float().softmax(dim).movedim(dim, -1)
-    flat = probabilities.reshape(-1, probabilities.shape[-1])
+    # Sampling from NaN fails, on a GPU fatally; a batch that is not finite is to be left to whoever judges it.
+    flat = probabilities.reshape(-1, probabilities.shape[-1]).nan_to_num(nan=1.0 / probabilities.shape[-1])
     sampled = torch.multinomial(flat, 1, generator=generator).reshape(probabilities.shape[:-1])
     return sampled if y.is_floating_point() else torch.where(y == ignore_index, -100, sampled)
 
 
 def bernoulli(output: Tensor, y: Tensor, generator: Generator) -> Tensor:
     """Sample zeros and ones from the sigmoid of logits, shaped like the output."""
-    return torch.bernoulli(output.detach().sigmoid(), generator=generator).to(y.dtype)
+    return torch.bernoulli(output.detach().sigmoid().nan_to_num(nan=0.5), generator=generator).to(y.dtype)
 
 
 def gaussian(output: Tensor, y: Tensor, generator: Generator) -> Tensor:

@@ -11,6 +11,8 @@ def check_group(group: dict[str, Any]) -> None:
     Raises:
         ValueError: With the name, the value and the range of the first one that is out of range.
     """
+    for key in ("momentum", "lr", "damping", "weight_decay"):
+        _require(not callable(group[key]), key, group[key], "a number; it can't be a function of the step")
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")

@@ -12,14 +12,13 @@ from kfqn_ext.optim.sides.pairs import check_memory, start_pairs, times_pairs, u
 
 
 def _action(side: InputSide, state: State, seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """(s, A s + λ_A s) for this minibatch's A; the pass that made the first H_A has formed A instead of probing."""
+    """(s, A s + λ_A s) for this minibatch's A, which the pass that made the first H_A has formed instead of probing."""
     moments = seen.first.moments
     assert moments is not None
     s, A_s = moments.s, moments.A_s
     if s is None or A_s is None:
-        assert seen.first.A is not None
         s = side.precondition(state, moments.a_bar.unsqueeze(-2)).squeeze(-2)
-        A_s = times(seen.first.A, s)
+        A_s = moments.A @ s if seen.first.A is None else times(seen.first.A, s)
     _note_leverage(state, s, seen)
     y = A_s + damping.unsqueeze(-1) * s
     return torch.where(seen.finite, s, 0.0), torch.where(seen.finite, y, 0.0)
@@ -29,7 +28,8 @@ def _note_leverage(state: State, s: Tensor, seen: Seen) -> None:
     """Keep |T| āᵀ H_A ā: at most 1 for every exact inverse, so how far above 1 it is tells how stale H_A is."""
     moments = seen.first.moments
     assert moments is not None
-    state["leverage"] = (s * moments.a_bar).sum(-1) * moments.num_locations
+    leverage = (s * moments.a_bar).sum(-1) * moments.num_locations
+    state["leverage"] = torch.where(seen.finite, leverage, state.get("leverage", torch.zeros_like(leverage)))
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class HessianAction(InputSide):
 
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         kept = bfgs_update_(state["H_A"], *_action(self, state, seen, damping))
-        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept)
+        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class MovingHessianAction(HessianAction):
         _note_leverage(state, s, seen)
         s = torch.where(seen.finite, s, 0.0)
         kept = bfgs_update_(state["H_A"], s, times(state["A"], s) + damping.unsqueeze(-1) * s)
-        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept)
+        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class LimitedHessianAction(InputSide):
 
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         kept = update_pairs(state, "A", *_action(self, state, seen, damping), 1.0 / damping)
-        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept)
+        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
 
     def precondition(self, state: State, M: Tensor) -> Tensor:  # noqa: D102
         return times_pairs(state, "A", M.mT).mT

@@ -43,6 +43,13 @@ class Secant(OutputSide):
     first: ClassVar[tuple[Kind, ...]] = ("moments",)
     second: ClassVar[tuple[Kind, ...]] = ("moments",)
 
+    def __post_init__(self) -> None:
+        """Check the constants."""
+        if not 0 < self.mu1 < 1:
+            raise ValueError(f"Invalid mu1: {self.mu1}. It must be in (0, 1).")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"Invalid decay: {self.decay}. It must be in [0, 1).")
+
     def _damped_pair(self, state: State, seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(s̃, ỹ), empty where this step brought no news, and where Powell's damping changed s; bool [*B]."""
         s, y, news = _average_pair(state, seen, self.decay)
@@ -83,7 +90,7 @@ class DenseSecant(Secant):
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         s, y, damped = self._damped_pair(state, seen, damping)
         kept = bfgs_update_(state["H_G"], s, y)
-        count(state, "pairs_seen_G", kept, kept & damped, ~kept)
+        count(state, "pairs_seen_G", kept, kept & damped, ~kept & seen.finite)
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,8 @@ class LimitedSecant(Secant):
     memory: int = 100
 
     def __post_init__(self) -> None:
-        """Check the memory."""
+        """Check the constants."""
+        super().__post_init__()
         check_memory(self.memory)
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
@@ -107,7 +115,7 @@ class LimitedSecant(Secant):
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         s, y, damped = self._damped_pair(state, seen, damping)
         kept = update_pairs(state, "G", s, y, self.initial(damping))
-        count(state, "pairs_seen_G", kept, kept & damped, ~kept)
+        count(state, "pairs_seen_G", kept, kept & damped, ~kept & seen.finite)
 
     def precondition(self, state: State, M: Tensor) -> Tensor:  # noqa: D102
         return times_pairs(state, "G", M)

@@ -1,0 +1,1 @@
+"""The paper's numerical section as programs: ``python -m examples.paper --help``."""

@@ -1,0 +1,45 @@
+"""Options that every command has that computes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from examples.paper.data import Data
+from examples.paper.datasets import MissingData
+from examples.paper.problems import PROBLEMS
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where to compute."""
+
+    data_root: Path = Path("data")
+    """Directory with the data sets, as torchvision lays them out."""
+    download: bool = False
+    """Fetch a data set that is missing."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
+    threads: int = 0
+    """Threads of torch; 0 for its own choice, shared out among jobs."""
+
+    def torch_device(self) -> torch.device:
+        """Where tensors go."""
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        return torch.device(name)
+
+    def threads_for(self, jobs: int) -> int:
+        """Threads of each of so many processes."""
+        return self.threads or max(1, torch.get_num_threads() // jobs)
+
+    def load(self, problem: str) -> Data:
+        """Read a problem's data.
+
+        Raises:
+            SystemExit: With what to do, where they are missing.
+        """
+        try:
+            return PROBLEMS[problem].load(self.data_root, self.download)
+        except MissingData as error:
+            raise SystemExit(str(error)) from None

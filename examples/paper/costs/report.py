@@ -1,0 +1,88 @@
+"""Measured costs beside the formulas, as Markdown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from examples.paper import records
+from examples.paper.costs.formulas import STATE_PARTS, TIME_PARTS
+from examples.paper.methods import METHODS
+from examples.paper.page import machine, markdown
+
+
+def is_costs(path: Path) -> bool:
+    """Whether a file was written by ``costs``."""
+    lines = records.read(path) if path.is_file() else []
+    return bool(lines) and lines[0].get("kind") == "costs"
+
+
+def render_costs(path: Path) -> str:
+    """A section of the page."""
+    lines = records.read(path)
+    blocks = ["## Costs (`table_4`, `table_5`)"]
+    for workload in dict.fromkeys(line["workload"] for line in lines):
+        # A later line about the same method replaces an earlier one.
+        rows = list({line["method"]: line for line in lines if line["workload"] == workload}.values())
+        blocks += _workload(rows)
+    blocks += [f"* command: `{command}`" for command in dict.fromkeys(line["command"] for line in lines)]
+    environments = dict.fromkeys(json.dumps(line["environment"], sort_keys=True) for line in lines)
+    blocks += [f"* {machine(json.loads(environment))}" for environment in environments]
+    return "\n\n".join(blocks)
+
+
+def _workload(rows: list[dict[str, Any]]) -> list[str]:
+    first = rows[0]
+    return [
+        f"### {first['workload']}, minibatches of {first['batch_size']}",
+        "State, MB: measured (the paper's formula, 4 bytes a number)",
+        markdown(pd.DataFrame([_state_row(row) for row in rows])),
+        "Time of an iteration, ms: measured (the paper's formula, 10⁶ multiplications). "
+        "What is not done in every iteration is divided by how often it is.",
+        markdown(pd.DataFrame([_time_row(row) for row in rows])),
+        *_ratios(rows),
+    ]
+
+
+def _state_row(row: dict[str, Any]) -> dict[str, str]:
+    parts = {part: _cell(row["state"][part] / 1e6, row["state_formula"][part] * 4 / 1e6) for part in STATE_PARTS}
+    total = sum(row["state"].values()) / 1e6, sum(row["state_formula"].values()) * 4 / 1e6
+    return {"method": METHODS[row["method"]].title, **parts, "total": _cell(*total)}
+
+
+def _time_row(row: dict[str, Any]) -> dict[str, str]:
+    parts = {part: _cell(row["seconds"][part] * 1e3, row["multiplications"][part] / 1e6) for part in TIME_PARTS}
+    total = sum(row["seconds"].values()) * 1e3, sum(row["multiplications"].values()) / 1e6
+    return {"method": METHODS[row["method"]].title, "T": _frequency(row), **parts, "total": _cell(*total)}
+
+
+def _frequency(row: dict[str, Any]) -> str:
+    if METHODS[row["method"]].first_order:
+        return ""
+    return f"{row['T1']}, {row['T']}" if METHODS[row["method"]].samples_targets else str(row["T"])
+
+
+def _ratios(rows: list[dict[str, Any]]) -> list[str]:
+    """Whole iterations, as multiples of SGD-m's."""
+    measured = {row["method"]: row["iteration"] for row in rows if row["iteration"] is not None}
+    if not measured:
+        return []
+    base = measured.get("sgdm")
+    table = [
+        {
+            "method": METHODS[method].title,
+            "ms": f"{seconds * 1e3:.3g}",
+            "÷ SGD-m": "" if base is None else f"{seconds / base:.2f}",
+        }
+        for method, seconds in measured.items()
+    ]
+    return [f"Whole iterations, mean of {rows[0]['steps']}:", markdown(pd.DataFrame(table))]
+
+
+def _cell(measured: float, formula: float) -> str:
+    return "–" if measured == formula == 0 else f"{_short(measured)} ({_short(formula)})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,39 @@
+"""What a result depends on besides its hyperparameters: machine, versions, threads."""
+
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "backpack-for-pytorch", "torchvision", "numpy", "kfqn-ext")
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Machine, versions, threads, as a JSON object."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+
+
+def command() -> str:
+    """The command line, as a person would type it."""
+    return " ".join(["python -m examples.paper", *sys.argv[1:]])
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

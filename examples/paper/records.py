@@ -1,0 +1,56 @@
+"""Files of JSON lines that survive being killed at any moment."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def append(path: Path, record: Record) -> None:
+    """Append one line, in one write, and wait until it is on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = (json.dumps(record) + "\n").encode()
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        if _is_torn(file):  # an earlier append was cut short: keep it from swallowing this line
+            line = b"\n" + line
+        os.write(file, line)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def replace(path: Path, records: Iterable[Record]) -> None:
+    """Write all lines; the file is the old one or the new one at every moment."""
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    with new.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def read(path: Path) -> list[Record]:
+    """All whole lines; a line that was cut short is no line. An absent file has none."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def _is_torn(file: int) -> bool:
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"

@@ -1,0 +1,124 @@
+"""Results of finished runs, read from what ``table`` and ``run`` wrote."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from examples.paper import records
+from examples.paper.cell import Cell
+from examples.paper.defaults import Overrides
+from examples.paper.problems import PROBLEMS
+
+RESULTS = "results.jsonl"
+_HYPERPARAMETERS = ("lr", "damping", "weight_decay", "update_freq", "stats_update_freq")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished run.
+
+    Attributes:
+        cell: What was run.
+        header: Machine, versions, command, as recorded when it started.
+        epochs: One row per epoch; row 0 is the initial network.
+        outcome: "finished" or "diverged".
+        end: The last line of its log.
+    """
+
+    cell: Cell
+    header: dict[str, Any]
+    epochs: pd.DataFrame
+    outcome: str
+    end: dict[str, Any]
+
+    @property
+    def metric(self) -> str:
+        """The column that the paper compares."""
+        return metric_of(self.cell.problem)
+
+    @property
+    def value(self) -> float:
+        """The metric after the last evaluation."""
+        return float(self.epochs[self.metric].dropna().iloc[-1])
+
+    @property
+    def best(self) -> float:
+        """The best value of the metric."""
+        column = self.epochs[self.metric]
+        return float(column.min() if lower_is_better(self.cell.problem) else column.max())
+
+    @property
+    def hyperparameters(self) -> tuple[Any, ...]:
+        return tuple(getattr(self.cell, name) for name in _HYPERPARAMETERS)
+
+
+def metric_of(problem: str) -> str:
+    """The column that the paper compares on a problem."""
+    return "train_loss" if lower_is_better(problem) else "valid_accuracy"
+
+
+def lower_is_better(problem: str) -> bool:
+    return PROBLEMS[problem].kind == "autoencoder"
+
+
+def to_line(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """One line that holds a finished run's whole log."""
+    header, *epochs, end = lines
+    return {"kind": "result", "header": header, "epochs": epochs, "end": end}
+
+
+def finished_keys(directory: Path) -> set[str]:
+    """Keys of the cells that have a result."""
+    return {line["header"]["key"] for line in records.read(directory / RESULTS)}
+
+
+def load(paths: Iterable[Path]) -> list[Result]:
+    """Results in directories that ``table`` wrote, and in logs that ``run`` wrote; unfinished runs have none."""
+    results: dict[str, Result] = {}
+    for path in paths:
+        lines = records.read(path / RESULTS if path.is_dir() else path)
+        if lines and lines[0]["kind"] == "header":
+            lines = [to_line(lines)] if lines[-1]["kind"] == "end" else []
+        for line in lines:
+            results[line["header"]["key"]] = _result(line)
+    return list(results.values())
+
+
+def _result(line: dict[str, Any]) -> Result:
+    epochs = pd.DataFrame(line["epochs"]).drop(columns="kind")
+    return Result(Cell(**line["header"]["cell"]), line["header"], epochs, line["end"]["outcome"], line["end"])
+
+
+def by_setting(results: Iterable[Result]) -> dict[tuple[str, str], list[list[Result]]]:
+    """Group by problem and method, and within these by hyperparameters; each group holds the seeds."""
+    groups: dict[tuple[str, str], dict[tuple[Any, ...], list[Result]]] = {}
+    for result in results:
+        settings = groups.setdefault((result.cell.problem, result.cell.method), {})
+        settings.setdefault(result.hyperparameters, []).append(result)
+    return {name: list(settings.values()) for name, settings in groups.items()}
+
+
+def best_setting(settings: list[list[Result]]) -> list[Result] | None:
+    """The seeds of the best hyperparameters, among those where no seed diverged; None where all did."""
+    whole = [seeds for seeds in settings if all(r.outcome == "finished" for r in seeds)]
+    if not whole:
+        return None
+
+    def mean(seeds: list[Result]) -> float:
+        value = sum(r.best for r in seeds) / len(seeds)
+        return value if lower_is_better(seeds[0].cell.problem) else -value
+
+    return min(whole, key=mean)
+
+
+def found(results: Iterable[Result]) -> dict[tuple[str, str], Overrides]:
+    """Best hyperparameters of each problem and method."""
+    values = {}
+    for name, settings in by_setting(results).items():
+        seeds = best_setting(settings)
+        if seeds is not None:
+            values[name] = {field: getattr(seeds[0].cell, field) for field in _HYPERPARAMETERS}
+    return values

@@ -1,0 +1,88 @@
+"""One cell of a table in a process of its own, started by the job list: ``python -m examples.paper.worker JOB``."""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from examples.paper import records
+from examples.paper.cell import Cell
+from examples.paper.problems import PROBLEMS
+from examples.paper.results import RESULTS, finished_keys, to_line
+from examples.paper.run import run
+from examples.paper.training import Status
+
+_SECONDS_BETWEEN_REPORTS = 0.3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is told, as JSON.
+
+    Attributes:
+        cell: Fields of the cell.
+        directory: Where the table's results are.
+        data_root: Where the data are.
+        device: A torch device.
+        threads: Threads of torch.
+        checkpoint_every: Seconds between checkpoints.
+        command: The command line that the results belong to.
+        jobs: How many workers there are at a time.
+    """
+
+    cell: dict
+    directory: str
+    data_root: str
+    device: str
+    threads: int
+    checkpoint_every: float
+    command: str
+    jobs: int
+
+    def log(self) -> Path:
+        return Path(self.directory) / "cells" / f"{Cell(**self.cell).key}.jsonl"
+
+
+class Reporter:
+    """Writes the status to standard output, where the job list reads it.
+
+    When the job list was killed, writing raises BrokenPipeError and so ends the worker as well.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self, status: Status) -> None:
+        if status.phase != "train" or time.monotonic() - self._last > _SECONDS_BETWEEN_REPORTS:
+            self._last = time.monotonic()
+            print(json.dumps(asdict(status)), flush=True)
+
+
+def work(job: Job) -> None:
+    """Run the cell from its last checkpoint on, and append its result; nothing if it has one already."""
+    torch.set_num_threads(job.threads)
+    cell, directory, log = Cell(**job.cell), Path(job.directory), job.log()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # A worker whose job list was killed may still be at this cell, for a moment.
+    with FileLock(log.with_suffix(".lock")):
+        if cell.key in finished_keys(directory):
+            return
+        lines = run(
+            cell,
+            PROBLEMS[cell.problem].load(Path(job.data_root), False),
+            log,
+            device=torch.device(job.device),
+            resume=True,
+            watch=Reporter(),
+            checkpoint_every=job.checkpoint_every,
+            header={"command": job.command, "jobs": job.jobs},
+        )
+        records.append(directory / RESULTS, to_line(lines))
+
+
+if __name__ == "__main__":
+    work(Job(**json.loads(sys.argv[1])))

@@ -1,0 +1,79 @@
+"""Quantities that are not there: one clear error, which says what to do."""
+
+from typing import Any
+
+import pytest
+import torch
+from backpack import backpack
+from torch import nn
+
+from kfqn_ext.errors import MissingQuantitiesError
+from kfqn_ext.extensions import InputGram, KBFGSQuantities, extend
+
+
+@pytest.mark.parametrize("ext", [KBFGSQuantities(), InputGram()], ids=lambda e: type(e).__name__)
+def test_read_before_backward(ext: Any) -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 2)))
+    assert model[0] not in ext
+    for _ in range(2):
+        with pytest.raises(MissingQuantitiesError) as error:
+            ext[model[0]]
+        for word in (
+            type(ext).__name__,
+            "Linear(in_features=3, out_features=2",
+            "kfqn_ext.extend",
+            "backward",
+            "backpack(ext)",
+        ):
+            assert word in str(error.value)
+        with backpack(ext):
+            model(torch.rand(4, 3))  # a forward pass alone gives nothing either
+    assert not hasattr(model[0].weight, ext.savefield)
+
+
+def test_of_a_model_that_was_never_extended() -> None:
+    layer, ext = nn.Linear(3, 2), KBFGSQuantities()
+    with backpack(ext):
+        layer(torch.rand(4, 3)).sum().backward()
+    with pytest.raises(MissingQuantitiesError, match="extended model"):
+        ext[layer]
+
+
+def test_backward_outside_the_context() -> None:
+    layer, ext = extend(nn.Linear(3, 2)), KBFGSQuantities()
+    with backpack(ext):
+        loss = layer(torch.rand(4, 3)).sum()
+    loss.backward()
+    with pytest.raises(MissingQuantitiesError, match="inside `with backpack"):
+        ext[layer]
+
+
+def test_of_a_layer_that_the_loss_does_not_reach() -> None:
+    a, b, ext = extend(nn.Linear(3, 2)), extend(nn.Linear(3, 2)), KBFGSQuantities()
+    with backpack(ext):
+        x = torch.rand(4, 3)
+        (a(x).sum() + 0 * b(x).detach().sum()).backward()
+    assert a in ext and b not in ext
+    with pytest.raises(MissingQuantitiesError):
+        ext[b]
+
+
+def test_the_operator_after_a_probe() -> None:
+    layer, ext = extend(nn.Linear(3, 2)), KBFGSQuantities(probe=lambda module, a_bar: a_bar)
+    with backpack(ext):
+        layer(torch.rand(4, 3)).sum().backward()
+    with pytest.raises(MissingQuantitiesError, match="without a probe"):
+        _ = ext[layer].A
+    none = KBFGSQuantities(probe=lambda module, a_bar: None)
+    with backpack(none):
+        layer(torch.rand(4, 3)).sum().backward()
+    assert none[layer].s is None and none[layer].A_s is None and none[layer].operator is None
+
+
+def test_an_empty_batch_gives_no_quantities() -> None:
+    for layer, shape in ((nn.Linear(3, 2), (0, 3)), (nn.Conv2d(3, 2, 2), (0, 3, 4, 4)), (nn.Linear(3, 2), (0, 5, 3))):
+        extend(layer)
+        moments, gram = KBFGSQuantities(), InputGram()
+        with backpack(moments, gram):
+            layer(torch.rand(shape)).sum().backward()
+        assert layer not in moments and layer not in gram

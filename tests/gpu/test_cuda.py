@@ -1,0 +1,138 @@
+"""The core promises again on a CUDA device: same numbers as on the CPU, and a host that never waits."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from backpack import backpack
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from kfqn_ext import (
+    KBFGS,
+    KBFGS20,
+    KBFGSL,
+    KBFGSL20,
+    KFAC,
+    InputGram,
+    KBFGSQuantities,
+    Minibatch,
+    ProvableKBFGSL,
+    extend,
+)
+
+pytestmark = pytest.mark.gpu
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "KBFGS": lambda m: KBFGS(m, lr=0.1, damping=1.0, curvature_update_freq=2),
+    "KBFGSL": lambda m: KBFGSL(m, lr=0.1, damping=1.0, curvature_update_freq=2),
+    "KBFGS20": lambda m: KBFGS20(m, lr=0.1, damping=1.0, curvature_update_freq=2),
+    "KBFGSL20": lambda m: KBFGSL20(m, lr=0.1, damping=1.0, curvature_update_freq=2),
+    "ProvableKBFGSL": lambda m: ProvableKBFGSL(m, lr=0.1, curvature_update_freq=2),
+}
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.BatchNorm2d(8)),
+        *(nn.Conv2d(8, 8, 3, groups=2, stride=2), nn.ReLU(inplace=True), nn.Flatten()),
+        nn.Linear(8 * 9, 10),
+    ).to(dtype)
+
+
+def batches(count: int, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.rand(16, 3, 8, 8, dtype=dtype), torch.randint(10, (16,))) for _ in range(count)]
+
+
+def test_quantities_equal_those_of_the_cpu() -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        model = extend(network()).to(device)
+        x, y = batches(1)[0]
+        with backpack(KBFGSQuantities(), InputGram()):
+            cross_entropy(model(x.to(device)), y.to(device)).backward()
+        results.append([(m.weight.kbfgs, m.weight.input_gram) for m in (model[0], model[3], model[6])])
+    for (cpu, cpu_gram), (gpu, gpu_gram) in zip(*results, strict=True):
+        for name in ("a_bar", "h_bar", "dh_bar"):
+            torch.testing.assert_close(getattr(gpu, name).cpu(), getattr(cpu, name))
+        torch.testing.assert_close((gpu.A @ gpu.a_bar).cpu(), cpu.A @ cpu.a_bar)
+        torch.testing.assert_close(gpu_gram.A.cpu(), cpu_gram.A)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ten_steps_equal_those_on_the_cpu(name: str) -> None:
+    parameters = []
+    for device in ("cpu", "cuda"):
+        model = network().to(device)
+        optimizer = OPTIMIZERS[name](model)
+        for x, y in batches(10):
+            optimizer.step(Minibatch(model, cross_entropy, x.to(device), y.to(device)))
+        parameters.append([p.detach().cpu() for p in model.parameters()])
+    for cpu, gpu in zip(*parameters, strict=True):
+        torch.testing.assert_close(gpu, cpu, rtol=1e-8, atol=1e-10)
+
+
+def test_kfac_lowers_the_loss() -> None:
+    model = network().cuda()
+    optimizer = KFAC(model, lr=0.05, damping=1.0)
+    x, y = (t.cuda() for t in batches(1)[0])
+    losses = [optimizer.step(Minibatch(model, cross_entropy, x, y)).item() for _ in range(20)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Any operation that makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_never_waits_for_the_device(name: str) -> None:
+    model = network(torch.float32).cuda()
+    optimizer = OPTIMIZERS[name](model)
+    data = [(x.cuda(), y.cuda()) for x, y in batches(5, torch.float32)]
+    optimizer.step(Minibatch(model, cross_entropy, *data[0]))  # makes the initial curvature, which may wait
+    with no_waiting():
+        for x, y in data[1:]:
+            optimizer.step(Minibatch(model, cross_entropy, x, y))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_moves_between_devices(name: str) -> None:
+    """A run that is moved to the GPU half-way goes on as on the CPU."""
+    data = batches(6)
+    model = network()
+    optimizer = OPTIMIZERS[name](model)
+    for x, y in data[:3]:
+        optimizer.step(Minibatch(model, cross_entropy, x, y))
+    moved = copy.deepcopy(model).cuda()
+    other = OPTIMIZERS[name](moved)
+    other.load_state_dict(optimizer.state_dict())
+    for x, y in data[3:]:
+        optimizer.step(Minibatch(model, cross_entropy, x, y))
+        other.step(Minibatch(moved, cross_entropy, x.cuda(), y.cuda()))
+    for p, q in zip(model.parameters(), moved.parameters(), strict=True):
+        torch.testing.assert_close(q.cpu(), p, rtol=1e-8, atol=1e-10)
+
+
+def test_a_batch_that_is_not_finite_changes_nothing() -> None:
+    model = network(torch.float32).cuda()
+    optimizer = KBFGS(model, lr=0.1, damping=1.0, curvature_update_freq=1)
+    x, y = (t.cuda() for t in batches(1, torch.float32)[0])
+    optimizer.step(Minibatch(model, cross_entropy, x, y))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.warns(UserWarning, match="not finite"):
+        optimizer.step(Minibatch(model, cross_entropy, x * torch.nan, y))
+        torch.cuda.synchronize()
+        for p, q in zip(model.parameters(), before, strict=True):
+            assert torch.equal(p, q)
+        optimizer.step(Minibatch(model, cross_entropy, x, y))  # the warning comes once the flag has arrived

@@ -1,0 +1,238 @@
+"""What `diagnostics()` reports, against counts and eigenvalues found otherwise."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kfqn_ext.geometry import geometry_of
+from kfqn_ext.linalg import damped_inverse
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL, splits
+from kfqn_ext.optim.sides import LimitedHessianAction
+from tests import reference as ref
+from tests.cases import FEW_EXAMPLES, IGNORE_EVEN_SAME, Case, random_cases
+
+pytestmark = IGNORE_EVEN_SAME
+F64 = torch.float64
+COMMON: dict[str, Any] = {"lr": 0.1, "damping": 0.5, "curvature_update_freq": 1}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 6, 3, groups=2), nn.Tanh(), nn.Flatten(),
+        nn.Linear(24, 3),
+    ).double()  # fmt: skip
+
+
+def batch(model: nn.Module, k: int, size: int = 8) -> Minibatch:
+    generator = torch.Generator().manual_seed(k)
+    return Minibatch(
+        model, F.cross_entropy, torch.randn(size, 2, 8, 8, dtype=F64, generator=generator), torch.arange(size) % 3
+    )
+
+
+def by_name(optimizer: Any) -> dict[str, Any]:
+    return {d.name: d for d in optimizer.diagnostics()}
+
+
+def test_before_the_first_step_there_is_nothing_to_describe() -> None:
+    for d in KBFGS(net()).diagnostics():
+        assert (d.A, d.G, d.leverage) == (None, None, None)
+
+
+class CountedReference(ref.ReferenceKBFGS):
+    """Counts the pairs that Powell's damping changes: sᵀy < μ₁ yᵀHy, per block."""
+
+    def update_H_G(self, st: Any, first: ref.Layer, second: ref.Layer) -> None:
+        H = st.H_G
+        super().update_H_G(st, first, second)
+        sy = torch.einsum("...i,...i->...", st.s_G, st.y_G)
+        yHy = torch.einsum("...i,...ij,...j->...", st.y_G, H, st.y_G)
+        st.damped = getattr(st, "damped", 0) + int((sy < self.mu1 * yHy).sum())
+
+
+ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "KBFGS": (lambda model: KBFGS(model, **COMMON), {}),
+    "KBFGSL": (lambda model: KBFGSL(model, history_size=4, **COMMON), {"memory": 4}),
+    "KBFGS20": (
+        lambda model: KBFGS20(model, **COMMON),
+        {"pair_damping": "2020", "moving_A": True, "split": "equal", "H_G0": "identity"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_counts_and_eigenvalues(name: str) -> None:
+    model, twin, steps = net(), net(), 12
+    make, options = ROWS[name]
+    optimizer, reference = make(model), CountedReference(twin, F.cross_entropy, 0.1, 0.5, **options)
+    for k in range(steps):
+        optimizer.step(batch(model, k))
+        reference.step(batch(twin, k).x, batch(twin, k).y)
+    damped = 0
+    for layer, d in by_name(optimizer).items():
+        want: Any = reference.state[layer]
+        blocks = 2 if layer == "2" else 1  # pairs of channel groups count one by one
+        assert (d.A.kept, d.A.damped, d.A.skipped) == (steps * blocks, 0, 0)
+        assert (d.G.kept, d.G.damped, d.G.skipped) == (steps * blocks, want.damped, 0)
+        damped += want.damped
+        for side, H in ((d.A, want.H_A), (d.G, want.H_G)):
+            eigenvalues = torch.linalg.eigvalsh(H)
+            assert side.smallest == pytest.approx(float(eigenvalues.min()), rel=1e-8)
+            assert side.largest == pytest.approx(float(eigenvalues.max()), rel=1e-8)
+            assert 0 < side.smallest <= side.largest
+        assert (d.A.damping, d.G.damping) == pytest.approx((want.lambda_A, want.lambda_G))
+    assert 0 < damped < 4 * steps  # some pairs and not all
+
+
+def test_updates_that_are_not_due_are_not_counted() -> None:
+    model = net()
+    optimizer = KBFGS(model, **{**COMMON, "curvature_update_freq": 3})
+    for k in range(7):
+        optimizer.step(batch(model, k))
+    assert [d.A.kept for d in optimizer.diagnostics() if d.A] == [2, 4, 2]
+
+
+def test_pairs_that_say_nothing_are_skipped() -> None:
+    """Before BatchNorm Δ∂h̄ is rounding noise: H_G learns nothing there, H_A does."""
+    model: Any = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    model = model.double()
+    optimizer = KBFGS(model, **COMMON)
+    for k in range(5):
+        optimizer.step(batch(model, k))
+    conv, linear = optimizer.diagnostics()
+    assert conv.G is not None and conv.A is not None and linear.G is not None
+    assert (conv.G.kept, conv.G.damped, conv.G.skipped) == (0, 0, 5) and conv.A.kept == 5
+    assert conv.G.smallest == conv.G.largest == pytest.approx(1 / conv.G.damping)
+    assert (linear.G.kept, linear.G.skipped) == (5, 0)
+
+
+def test_a_bad_batch_counts_as_skipped() -> None:
+    model = net()
+    optimizer = KBFGS(model, **COMMON)
+    optimizer.step(batch(model, 0))
+    bad = batch(model, 1)
+    bad.x[0] = float("nan")
+    with pytest.warns(UserWarning, match="not finite"):
+        optimizer.step(bad)
+    for d in optimizer.diagnostics():
+        assert d.A is not None and d.G is not None
+        assert d.A.kept == d.A.skipped == d.G.kept == d.G.skipped
+        assert d.A.smallest > 0 and d.G.smallest > 0
+
+
+# ------------------------------------------------------------------ leverage
+
+
+@FEW_EXAMPLES
+@given(case=random_cases(), seed=st.integers(0, 2**31), exponent=st.integers(-6, 4))
+def test_leverage_of_an_exact_inverse_is_at_most_1(case: Case, seed: int, exponent: int) -> None:
+    """|T| āᵀ (A + λI)⁻¹ ā ≤ 1 for every layer: A ⪰ |T| ā āᵀ, a mean square is not less than the square of the mean."""
+    torch.manual_seed(seed)
+    layer, x = case.layer(), case.input()
+    geometry = geometry_of(layer)
+    assert geometry is not None
+    x, T = geometry.as_batch(x), geometry.num_locations(geometry.as_batch(layer(x)))
+    a_bar, H = geometry.mean_patch(x), damped_inverse(geometry.gram(x), 10.0**exponent)
+    assert (T * torch.einsum("...i,...ij,...j->...", a_bar, H, a_bar) <= 1 + 1e-8).all()
+
+
+def explicit_leverage(optimizer: Any, model: nn.Module, minibatch: Minibatch) -> dict[str, float]:
+    """|T| āᵀ H_A ā with the H_A before the step."""
+    found = {}
+    for name, layer in ref.capture(model, minibatch.loss_fn, minibatch.x, minibatch.y).layers.items():
+        state = optimizer.state[model.get_submodule(name).weight]
+        s = optimizer.recipe.input_side.precondition(state, layer.a_bar.unsqueeze(-2)).squeeze(-2)
+        found[name] = float((layer.num_locations * (s * layer.a_bar).sum(-1)).max())
+    return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: KBFGS(model, **COMMON),
+        lambda model: KBFGS20(model, **COMMON),
+        lambda model: KroneckerOptimizer(
+            model, recipe=replace(KBFGS.recipe, input_side=LimitedHessianAction(memory=4)), **COMMON
+        ),
+    ],
+    ids=["minibatch", "moving average", "limited memory"],
+)
+def test_leverage_is_that_of_the_inverse_before_its_update(make: Any) -> None:
+    model = net()
+    optimizer = make(model)
+    optimizer.step(batch(model, 0))
+    if "Limited" not in type(optimizer.recipe.input_side).__name__:
+        # The first inverse is exact for the first minibatch.
+        assert all(0 < d.leverage <= 1 + 1e-12 for d in optimizer.diagnostics())
+    for k in range(1, 4):
+        want = explicit_leverage(optimizer, model, batch(model, k))
+        optimizer.step(batch(model, k))
+        assert {d.name: d.leverage for d in optimizer.diagnostics()} == pytest.approx(want, rel=1e-8)
+
+
+def test_leverage_tells_a_stale_inverse() -> None:
+    """Activations that grow tenfold after the warm start: H_A is a hundred times too large for them."""
+    model = net()
+    optimizer = KBFGS(model, **COMMON)
+    small = batch(model, 0)
+    small.x.mul_(0.1).add_(0.1)
+    optimizer.step(small)
+    small.x.mul_(10)
+    optimizer.step(small)
+    assert by_name(optimizer)["0"].leverage > 2
+
+
+# ------------------------------------------------------------------ every member
+
+
+MEMBERS: dict[str, Any] = {
+    "KBFGS": lambda model: KBFGS(model, **COMMON),
+    "KBFGSL": lambda model: KBFGSL(model, **COMMON),
+    "KBFGS20": lambda model: KBFGS20(model, **COMMON),
+    "KBFGSL20": lambda model: KBFGSL20(model, **COMMON),
+    "ProvableKBFGSL": lambda model: ProvableKBFGSL(model, lr=0.1, damping_A=0.3, damping_G=0.6),
+    "KFAC": lambda model: KFAC(model, lr=0.1, damping=0.5),
+    "trace split": lambda model: KroneckerOptimizer(model, recipe=replace(KBFGS.recipe, split=splits.trace), **COMMON),
+}
+
+
+def eigen(H: Tensor) -> tuple[float, float]:
+    eigenvalues = torch.linalg.eigvalsh(H)
+    return float(eigenvalues.min()), float(eigenvalues.max())
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_every_member_has_diagnostics(name: str) -> None:
+    model = net()
+    optimizer = MEMBERS[name](model)
+    for k in range(3):
+        optimizer.step(batch(model, k))
+    found = optimizer.diagnostics()
+    assert [d.name for d in found] == ["0", "2", "5"]
+    for d in found:
+        state, layer = optimizer.state[model.get_submodule(d.name).weight], model.get_submodule(d.name)
+        assert d.A is not None and d.G is not None
+        for side, key in ((d.A, "H_A"), (d.G, "H_G")):
+            assert 0 < side.smallest <= side.largest
+            if key in state:
+                assert (side.smallest, side.largest) == pytest.approx(eigen(state[key]))
+        T = {"0": 16, "2": 4, "5": 1}[d.name]
+        if name in ("KBFGS", "KBFGSL"):
+            assert (d.A.damping, d.G.damping) == pytest.approx(((0.5 * T) ** 0.5, (0.5 / T) ** 0.5))
+        elif name == "ProvableKBFGSL":
+            assert (d.A.damping, d.G.damping) == pytest.approx((0.3, 0.6))
+        elif name != "trace split":
+            assert d.A.damping == d.G.damping == pytest.approx(0.5**0.5)
+        elif getattr(layer, "groups", 1) == 1:  # the largest of several groups' otherwise
+            assert d.A.damping * d.G.damping == pytest.approx(0.5)
+        learns_pairs = name not in ("KFAC", "ProvableKBFGSL")
+        assert (d.A.kept > 0) == learns_pairs and (d.leverage is not None) == learns_pairs
+        assert (d.G.kept > 0) == (name != "KFAC")
+    assert "smallest" in str(found[0])  # a line that a person can read

@@ -1,0 +1,410 @@
+"""Ten steps of every row of the recipe table equal a naive dense implementation, written from the paper."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfqn_ext.linalg import double_damping_2020
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL, splits
+from kfqn_ext.optim.sides import DenseSecant, HessianAction, LimitedHessianAction, LimitedSecant, MovingHessianAction
+from kfqn_ext.optim.targets import categorical
+from tests import reference as ref
+from tests.cases import assert_close
+
+F64 = torch.float64
+STEPS, LR, DAMPING = 10, 0.1, 0.5
+both_T = pytest.mark.parametrize("T", [1, 3])
+
+
+def net() -> nn.Sequential:
+    """Stride, groups, a linear layer with locations, dropout, BatchNorm's parameters and statistics, no bias once.
+
+    BatchNorm follows no layer directly: there y_G is rounding noise, which the reference learns and the package not.
+    """
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1),
+        nn.Tanh(),
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 6, 3, padding="same", groups=2, bias=False),
+        nn.ReLU(inplace=True),
+        nn.Flatten(2),
+        nn.Linear(16, 5),  # on [N, 6, 16]: six locations
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(30, 3),
+    ).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Of different sizes."""
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(n, 2, 8, 8, dtype=F64, generator=generator), torch.arange(n) % 3) for n in (8, 12, 7)]
+
+
+def inverses(optimizer: Any, layer: Any) -> tuple[Tensor, Tensor]:
+    """H_A and H_G, formed."""
+    state, W = optimizer.state[layer.weight], ref.weight_matrix(layer)
+    eye_A, eye_G = (torch.eye(d, dtype=F64).expand(*W.shape[:-2], d, d) for d in (W.shape[-1], W.shape[-2]))
+    return optimizer.recipe.input_side.precondition(state, eye_A), optimizer.recipe.output_side.precondition(
+        state, eye_G
+    )
+
+
+def compare(optimizer: Any, model: nn.Module, reference: Any, twin: nn.Module, tol: float = 1e-10) -> None:
+    """Parameters, buffers and all that was learned."""
+    for p, q in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert_close(p, q, tol)
+    for name, want in reference.state.items():
+        layer: Any = model.get_submodule(name)
+        state, (H_A, H_G) = optimizer.state[layer.weight], inverses(optimizer, layer)
+        assert_close(state["momentum"], want.M, tol)
+        assert_close(H_A, want.H_A, tol)
+        assert_close(H_G, want.H_G, tol)
+        learned = {"s_G": want.s_G, "y_G": want.y_G, "A": want.A, "Omega": want.A, "Gamma": want.Gamma}
+        for key in learned.keys() & state.keys():
+            expected = learned[key] if isinstance(learned[key], Tensor) else torch.zeros_like(state[key])
+            assert_close(state[key], expected, tol)
+
+
+def run(
+    optimizer: Any, model: nn.Module, reference: Any, twin: nn.Module, make: Callable[..., Any] = Minibatch
+) -> None:
+    """Ten steps of both from the same random numbers."""
+    data = batches()
+    losses: list[list[Tensor]] = [[], []]
+    torch.manual_seed(2)
+    for k in range(STEPS):
+        losses[0].append(optimizer.step(make(model, F.cross_entropy, *data[k % len(data)])))
+    torch.manual_seed(2)
+    for k in range(STEPS):
+        losses[1].append(reference.step(*data[k % len(data)]))
+    assert_close(torch.stack(losses[0]), torch.stack(losses[1]), 1e-10)
+    compare(optimizer, model, reference, twin)
+
+
+# ------------------------------------------------------------------ the rows that learn pairs
+
+
+class LimitedA(ref.ReferenceKBFGS):
+    """H_A by L-BFGS from I / λ_A and the last four pairs of eq_1."""
+
+    def initial(self, layer: ref.Layer, A: Tensor) -> ref.LayerState:
+        st = super().initial(layer, A)
+        st.H_A = self.scaled_identity(st)
+        st.pairs_A = []  # type: ignore[attr-defined]
+        return st
+
+    @staticmethod
+    def scaled_identity(st: Any) -> Tensor:
+        return torch.eye(st.H_A.shape[-1], dtype=F64).expand_as(st.H_A) / st.lambda_A
+
+    def update_H_A(self, st: Any, layer: ref.Layer) -> None:
+        s = torch.einsum("...ij,...j->...i", st.H_A, layer.a_bar)
+        st.pairs_A = [*st.pairs_A, (s, torch.einsum("...ij,...j->...i", layer.A, s) + st.lambda_A * s)][-4:]
+        st.A, st.H_A = layer.A, ref.lbfgs(self.scaled_identity(st), st.pairs_A)
+
+
+class TraceSplit(ref.ReferenceKBFGS):
+    """line_11's π for K-BFGS: mean eigenvalues of A and of the empirical Fisher factor, as moving averages."""
+
+    def initial(self, layer: ref.Layer, A: Tensor) -> ref.LayerState:
+        st: Any = super().initial(layer, A)
+        st.power_A, st.power_G = self.power(A), self.power(layer.Gamma)
+        self.split_damping(st)
+        st.H_A = ref.damped_inverse(A, st.lambda_A)
+        st.H_G = st.H_G0 = torch.eye(st.H_G.shape[-1], dtype=F64) / st.lambda_G[..., None, None]
+        return st
+
+    @staticmethod
+    def power(factor: Tensor) -> Tensor:
+        return factor.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+    def split_damping(self, st: Any) -> None:
+        pi = (st.power_A / st.power_G).sqrt()
+        st.lambda_A, st.lambda_G = pi * self.damping**0.5, self.damping**0.5 / pi
+
+    def update_H_A(self, st: Any, layer: ref.Layer) -> None:
+        st.power_A = 0.9 * st.power_A + 0.1 * self.power(layer.A)
+        st.power_G = 0.9 * st.power_G + 0.1 * self.power(layer.Gamma)
+        self.split_damping(st)
+        s = torch.einsum("...ij,...j->...i", st.H_A, layer.a_bar)
+        y = torch.einsum("...ij,...j->...i", layer.A, s) + st.lambda_A[..., None] * s
+        st.A, st.H_A = layer.A, ref.bfgs(st.H_A, s, y)
+
+    def update_H_G(self, st: Any, first: ref.Layer, second: ref.Layer) -> None:
+        st.s_G = 0.9 * st.s_G + 0.1 * (second.h_bar - first.h_bar)
+        st.y_G = 0.9 * st.y_G + 0.1 * (second.dh_bar - first.dh_bar)
+        s = ref.powell(st.s_G, st.y_G, st.H_G, self.mu1)
+        y = st.y_G + st.lambda_G[..., None] * s
+        if self.memory is None:
+            st.H_G = ref.bfgs(st.H_G, s, y)
+        else:  # the pairs keep the damping of their time, the identity that they start from has today's
+            st.pairs = [*st.pairs, (s, y)][-self.memory :]
+            st.H_G = ref.lbfgs(torch.eye(s.shape[-1], dtype=F64) / st.lambda_G[..., None, None], st.pairs)
+
+
+Make = Callable[..., Any]
+
+
+def cell(**changed: Any) -> Make:
+    """K-BFGS with changed cells of its recipe: no class of its own."""
+    return lambda model, **options: KroneckerOptimizer(model, recipe=replace(KBFGS.recipe, **changed), **options)
+
+
+def twin_of(cls: Any = ref.ReferenceKBFGS, **cells: Any) -> Make:
+    return lambda model, T, **options: cls(model, F.cross_entropy, LR, DAMPING, T=T, **cells, **options)
+
+
+def limited(cls: Any) -> Make:
+    return lambda model, **options: cls(model, history_size=4, **options)
+
+
+OLD = {"pair_damping": "2020", "moving_A": True, "split": "equal", "H_G0": "identity"}
+ROWS: dict[str, tuple[Make, Make]] = {
+    "K-BFGS": (KBFGS, twin_of()),
+    "K-BFGS(L)": (limited(KBFGSL), twin_of(memory=4)),
+    "K-BFGS-20": (KBFGS20, twin_of(**OLD)),
+    "K-BFGS(L)-20": (limited(KBFGSL20), twin_of(**OLD, memory=4)),
+    "#1 off": (cell(output_side=DenseSecant(pair_damping=double_damping_2020)), twin_of(pair_damping="2020")),
+    "#2 off": (cell(input_side=MovingHessianAction()), twin_of(moving_A=True)),
+    "L-BFGS on both sides": (
+        cell(input_side=LimitedHessianAction(memory=4), output_side=LimitedSecant(memory=4)),
+        twin_of(LimitedA, memory=4),
+    ),
+    "L-BFGS for H_A": (cell(input_side=LimitedHessianAction(memory=4)), twin_of(LimitedA)),
+    "trace split": (cell(split=splits.trace), twin_of(TraceSplit)),
+    "trace split, L-BFGS": (
+        cell(split=splits.trace, output_side=LimitedSecant(memory=4)),
+        twin_of(TraceSplit, memory=4),
+    ),
+}
+
+
+@both_T
+@pytest.mark.parametrize("row", ROWS)
+def test_ten_steps_equal_the_reference(row: str, T: int) -> None:
+    model, twin = net(), net()
+    make, make_twin = ROWS[row]
+    optimizer = make(model, lr=LR, damping=DAMPING, curvature_update_freq=T, weight_decay=1e-2)
+    reference = make_twin(twin, T, weight_decay=1e-2)
+    run(optimizer, model, reference, twin)
+    # The test says something only if there was curvature to learn.
+    for name, want in reference.state.items():
+        assert (want.H_G - want.H_G0).abs().max() > 0.01 * want.H_G0.abs().max(), name
+
+
+def gram_factors(model: nn.Module, targets: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Ω and Γ over all data, with the data's targets or those of `second_best`."""
+    model = copy.deepcopy(model)
+    passes = [ref.capture(model, F.cross_entropy, x, y if targets else second_best) for x, y in batches()]
+    sizes = [len(x) for x, _ in batches()]
+
+    def mean(name: str, factor: str) -> Tensor:
+        parts = [n * getattr(p.layers[name], factor) for n, p in zip(sizes, passes, strict=True)]
+        return sum(parts[1:], start=parts[0]) / sum(sizes)
+
+    Omega, Gamma = ({name: mean(name, factor) for name in passes[0].layers} for factor in ("A", "Gamma"))
+    return Omega, Gamma
+
+
+def test_a_warm_start_of_the_trace_split() -> None:
+    model = net()
+    model[8] = nn.Identity()
+    optimizer = KroneckerOptimizer(model, recipe=replace(KBFGS.recipe, split=splits.trace), lr=LR, damping=DAMPING)
+    optimizer.warm_start(batches(), lambda batch: F.cross_entropy(model(batch[0]), batch[1]).backward(), progress=False)
+    Omega, Gamma = gram_factors(model, targets=True)
+    for name in Omega:
+        state = optimizer.state[model.get_submodule(name).weight]
+        assert_close(state["power_A"], TraceSplit.power(Omega[name]), 1e-12)
+        assert_close(state["power_G"], TraceSplit.power(Gamma[name]), 1e-12)
+
+
+def test_ablations_are_what_their_names_say() -> None:
+    """K-BFGS-20 is both improvements off, the equal split, and H_G from the identity."""
+    off = replace(KBFGS.recipe, output_side=DenseSecant(pair_damping=double_damping_2020))
+    off = replace(off, input_side=MovingHessianAction(), split=splits.equal)
+    assert KBFGS20.recipe == replace(off, output_side=KBFGS20.recipe.output_side)
+    assert (KBFGS.recipe.input_side, KBFGS.recipe.output_side) == (HessianAction(), DenseSecant())
+
+
+# ------------------------------------------------------------------ algo_7
+
+
+@both_T
+@pytest.mark.parametrize("memory", [4, 100])
+def test_ten_steps_of_the_provable_variant(T: int, memory: int) -> None:
+    model, twin = net(), net()
+    optimizer = ProvableKBFGSL(
+        model, lr=LR, damping_A=0.7, damping_G=0.3, mu1=0.3, decay=0.8, history_size=memory, curvature_update_freq=T
+    )
+    reference = ref.ReferenceProvable(
+        twin, F.cross_entropy, LR, 0.7 * 0.3, T=T, memory=memory, mu1=0.3, beta=0.8, split=lambda damping, T: (0.7, 0.3)
+    )
+    run(optimizer, model, reference, twin)
+
+
+# ------------------------------------------------------------------ KFAC
+
+
+class PiIsOne(ref.ReferenceKFAC):
+    """Both factors get √λ."""
+
+    def inverses(self, Omega: Tensor, Gamma: Tensor) -> tuple[Tensor, Tensor]:
+        return ref.damped_inverse(Omega, self.damping**0.5), ref.damped_inverse(Gamma, self.damping**0.5)
+
+
+def sample(output: Tensor) -> Tensor:
+    """As KFAC samples: a seed from the global random numbers after the first pass, and a generator of its own."""
+    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    return categorical(output, torch.zeros(len(output), dtype=torch.long), generator)
+
+
+def second_best(output: Tensor, *unused: Any) -> Tensor:
+    """Targets without random numbers."""
+    return output.topk(2, dim=1).indices[:, 1]
+
+
+KFAC_ROWS: dict[str, tuple[Any, Any]] = {
+    "as printed": (KFAC.recipe_as_printed, lambda *a, **k: ref.ReferenceKFAC(*a, **k, order="printed")),
+    "stable": (KFAC.recipe, lambda *a, **k: PiIsOne(*a, **k, order="statistics_first")),
+    "stable, adaptive π": (
+        replace(KFAC.recipe, split=splits.trace),
+        lambda *a, **k: ref.ReferenceKFAC(*a, **k, order="statistics_first"),
+    ),
+}
+FREQUENCIES = [(1, 1), (1, 3), (2, 1), (3, 2)]
+
+
+def kfac_pair(row: str, T1: int, T2: int, **options: Any) -> tuple[Any, nn.Module, Any, nn.Module]:
+    model, twin = net(), net()
+    recipe, make_twin = KFAC_ROWS[row]
+    optimizer = KFAC(
+        model, lr=0.01, damping=DAMPING, stats_update_freq=T1, inverse_update_freq=T2, weight_decay=1e-2, recipe=recipe
+    )
+    reference = make_twin(twin, F.cross_entropy, 0.01, DAMPING, T1=T1, T2=T2, weight_decay=1e-2, **options)
+    return optimizer, model, reference, twin
+
+
+@pytest.mark.parametrize(("T1", "T2"), FREQUENCIES)
+@pytest.mark.parametrize("row", KFAC_ROWS)
+def test_ten_steps_of_kfac(row: str, T1: int, T2: int) -> None:
+    """Without dropout, whose random numbers the seeds of the sampled targets shift."""
+    optimizer, model, reference, twin = kfac_pair(row, T1, T2, sample_targets=second_best)
+    for m in (model, twin):
+        m[8] = nn.Identity()
+
+    def batch(*args: Any) -> Minibatch:
+        return Minibatch(*args, sample_targets=second_best)
+
+    run(optimizer, model, reference, twin, batch)
+
+
+@both_T
+@pytest.mark.parametrize("row", ["stable", "stable, adaptive π"])
+def test_ten_steps_of_kfac_with_sampled_targets_and_dropout(row: str, T: int) -> None:
+    """The only random numbers that a step draws beside the model's own are one seed for each sampled pass."""
+    run(*kfac_pair(row, 1, T, sample_targets=sample))
+
+
+@both_T
+@pytest.mark.parametrize("row", KFAC_ROWS)
+def test_ten_steps_of_kfac_from_a_warm_start(row: str, T: int) -> None:
+    optimizer, model, reference, twin = kfac_pair(row, 1, T, sample_targets=sample)
+    for m in (model, twin):
+        m[8] = nn.Identity()
+    reference.Omega0, reference.Gamma0 = gram_factors(model, targets=False)
+    buffers, rng = [b.clone() for b in model.buffers()], torch.get_rng_state()
+    optimizer.warm_start(
+        batches(),
+        lambda batch: Minibatch(model, F.cross_entropy, *batch, sample_targets=second_best).sampled(seed=0),
+        progress=False,
+    )
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    assert torch.equal(torch.get_rng_state(), rng)
+    for name, Omega in reference.Omega0.items():
+        state = optimizer.state[model.get_submodule(name).weight]
+        assert_close(state["Omega"], Omega, 1e-12)
+        assert_close(state["Gamma"], reference.Gamma0[name], 1e-12)
+    run(optimizer, model, reference, twin)
+
+
+def test_kfac_as_printed_is_the_printed_recipe() -> None:
+    optimizer = KFAC.as_printed(net(), lr=0.3, damping=10.0)
+    assert optimizer.recipe == KFAC.recipe_as_printed
+    group = optimizer.param_groups[0]
+    assert (group["curvature_update_freq"], group["inverse_update_freq"], group["momentum"]) == (1, 20, 0.9)
+
+
+def test_kfac_steps_batch_norm_at_the_learning_rate() -> None:
+    model = net()
+    optimizer, norm = KFAC(model, lr=0.01, damping=DAMPING), model[2]
+    before = norm.weight.detach().clone()
+    optimizer.step(Minibatch(model, F.cross_entropy, *batches()[0]))
+    assert norm.weight.grad is not None
+    assert_close(before - norm.weight.detach(), 0.01 * norm.weight.grad, 1e-12)
+
+
+def test_the_pass_with_sampled_targets_computes_no_weight_gradients() -> None:
+    model, seen = net(), []
+    optimizer = KFAC(model, lr=0.01, damping=DAMPING)
+
+    class Watched(Minibatch):
+        def sampled(self, seed: int) -> None:
+            assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
+            super().sampled(seed)
+            seen.append([p.grad for p in model.parameters()])
+
+    batch = Watched(model, F.cross_entropy, *batches()[0])
+    optimizer.step(batch)
+    assert seen == [[None] * len(list(model.parameters()))]
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(p.grad is not None for p in model.parameters())  # what the first pass left
+
+
+@pytest.mark.parametrize("recipe", [KFAC.recipe, KFAC.recipe_as_printed], ids=["stable", "as printed"])
+def test_kfac_needs_more_than_a_plain_closure(recipe: Any) -> None:
+    model = net()
+    optimizer = KFAC(model, lr=0.01, damping=DAMPING, recipe=recipe)
+    before = copy.deepcopy(model.state_dict())
+
+    def closure() -> Tensor:
+        raise AssertionError("refused before it is called")
+
+    with pytest.raises(TypeError, match="KFAC samples targets .* Minibatch, or use first_pass"):
+        optimizer.step(closure)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    optimizer.step(Minibatch(model, F.cross_entropy, *batches()[0]))
+
+
+@pytest.mark.parametrize("recipe", [KFAC.recipe, KFAC.recipe_as_printed], ids=["stable", "as printed"])
+def test_kfac_without_a_closure(recipe: Any) -> None:
+    """first_pass and second_pass in a person's own loop make the steps that a Minibatch makes."""
+    model, twin = net(), net()
+    for m in (model, twin):
+        m[8] = nn.Identity()
+    optimizers = [KFAC(m, lr=0.01, damping=DAMPING, recipe=recipe) for m in (model, twin)]
+
+    def sampled_pass(x: Tensor) -> None:
+        if optimizers[1].second_pass_due:
+            with optimizers[1].second_pass():
+                output = twin(x)
+                F.cross_entropy(output, second_best(output)).backward()
+
+    for x, y in batches():
+        optimizers[0].step(Minibatch(model, F.cross_entropy, x, y, sample_targets=second_best))
+        optimizers[1].zero_grad()
+        with optimizers[1].first_pass():
+            F.cross_entropy(twin(x), y).backward()
+        sampled_pass(x)
+        optimizers[1].step()
+        sampled_pass(x)
+    for p, q in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(p, q)

@@ -1,0 +1,125 @@
+"""Runs on disk: logs, budgets, divergence, checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.paper import records
+from examples.paper.cell import Cell
+from examples.paper.data import Data
+from examples.paper.defaults import make_cell, paper_cell
+from examples.paper.problems import PROBLEMS
+from examples.paper.run import checkpoint_path, run
+
+CPU = torch.device("cpu")
+MEASURED = ("epoch", "iteration", "lr", "minibatch_loss", "train_loss")
+
+
+class Killed(Exception):
+    """Stands for SIGKILL."""
+
+
+@pytest.fixture(scope="module")
+def digits() -> Data:
+    return PROBLEMS["digits"].load(Path(), False)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(cell: Cell, data: Data, log: Path, resume: bool = False, watch=lambda status: None, **options) -> list[dict]:
+    return run(cell, data, log, device=CPU, resume=resume, watch=watch, **options)
+
+
+def measured(lines: list[dict]) -> list[tuple]:
+    return [tuple(line[name] for name in MEASURED) for line in lines if line["kind"] == "epoch"]
+
+
+def test_a_log_has_a_header_a_line_an_epoch_and_an_end(tmp_path: Path, digits: Data) -> None:
+    log = tmp_path / "log.jsonl"
+    lines = train(paper_cell("digits", "sgdm", epochs=3, seconds=60.0), digits, log)
+    assert lines == records.read(log)
+    assert [line["kind"] for line in lines] == ["header", *["epoch"] * 4, "end"]
+    assert lines[0]["environment"]["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert [line["epoch"] for line in lines[1:-1]] == [0, 1, 2, 3]
+    assert lines[-1]["outcome"] == "finished" and lines[-1]["iteration"] == 24
+    assert lines[-2]["train_loss"] < lines[1]["train_loss"]
+    assert not checkpoint_path(log).exists()
+
+
+@pytest.mark.parametrize(
+    ("budget", "steps"),
+    [({"epochs": 2}, 16), ({"steps": 3}, 3), ({"epochs": 1, "steps": 20}, 8), ({"seconds": 1e-9}, 1)],
+)
+def test_the_first_budget_that_is_used_up_ends_a_run(budget: dict, steps: int, tmp_path: Path, digits: Data) -> None:
+    lines = train(paper_cell("digits", "sgdm", **budget), digits, tmp_path / "log.jsonl")
+    assert lines[-1]["iteration"] == steps
+    assert lines[-2]["epoch"] == steps / 8  # a fraction where it ends within an epoch
+
+
+def test_a_run_that_diverges_says_so(tmp_path: Path, digits: Data) -> None:
+    lines = train(make_cell("digits", "sgdm", {"lr": 1e6, "epochs": 5}), digits, tmp_path / "log.jsonl")
+    assert lines[-1]["outcome"] == "diverged" and "at iteration" in lines[-1]["reason"]
+
+
+def test_evaluation_can_be_rarer_and_comes_at_the_end(tmp_path: Path, digits: Data) -> None:
+    cell = paper_cell("digits", "sgdm", epochs=5, evaluate_every=2)
+    lines = train(cell, digits, tmp_path / "log.jsonl")
+    assert [line["epoch"] for line in lines if "train_loss" in line] == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize("method", ["adam", "sgdm", "kbfgs", "kbfgsl", "kfac"])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(method: str, tmp_path: Path, digits: Data) -> None:
+    changes = {"lr": 0.003, "damping": 0.3, "update_freq": "geometric", "epochs": 6}
+    cell = make_cell("digits", method, changes)
+    whole = train(cell, digits, tmp_path / "whole.jsonl")
+
+    def kill_at(step: int):
+        def watch(status) -> None:
+            if status.step == step:
+                raise Killed
+
+        return watch
+
+    log = tmp_path / "killed.jsonl"
+    for step in (5, 21, 38):
+        with pytest.raises(Killed):
+            train(cell, digits, log, resume=True, watch=kill_at(step), checkpoint_every=0.0)
+    resumed = train(cell, digits, log, resume=True)
+    assert measured(resumed) == measured(whole)
+    assert measured(records.read(log)) == measured(whole)
+    assert len(resumed[0]["resumed"]) == 2  # the first was killed before its first checkpoint
+
+
+def test_a_finished_run_can_be_made_longer_where_its_checkpoint_was_kept(tmp_path: Path, digits: Data) -> None:
+    log = tmp_path / "log.jsonl"
+    train(paper_cell("digits", "adam", epochs=2), digits, log, keep_checkpoint=True)
+    longer = train(paper_cell("digits", "adam", epochs=4), digits, log, resume=True)
+    whole = train(paper_cell("digits", "adam", epochs=4), digits, tmp_path / "whole.jsonl")
+    assert measured(longer) == measured(whole)
+    assert longer[0]["key"] == whole[0]["key"] and [line["kind"] for line in longer].count("end") == 1
+
+
+def test_a_checkpoint_of_another_cell_is_refused(tmp_path: Path, digits: Data) -> None:
+    log = tmp_path / "log.jsonl"
+    train(paper_cell("digits", "adam", epochs=1), digits, log, keep_checkpoint=True)
+    with pytest.raises(ValueError, match="another cell"):
+        train(paper_cell("digits", "adam", epochs=1, seed=1), digits, log, resume=True)
+
+
+def test_a_line_that_was_cut_short_is_no_line_and_does_not_swallow_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    records.append(path, {"a": 1})
+    with path.open("a") as file:
+        file.write(json.dumps({"b": 2})[:-2])
+    assert records.read(path) == [{"a": 1}]
+    records.append(path, {"c": 3})
+    assert records.read(path) == [{"a": 1}, {"c": 3}]
