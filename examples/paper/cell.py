@@ -90,8 +90,7 @@ class Cell:
 
     def describe(self) -> str:
         """Hyperparameters for a person."""
-        values: dict[str, Any] = {"lr": self.lr, "damping": self.damping, "T": self.update_freq}
-        values |= {"weight decay": self.weight_decay or None, "seed": self.seed}
-        return ", ".join(
-            f"{name} {value:g}" if name != "T" else f"T {value}" for name, value in values.items() if value is not None
-        )
+        values: dict[str, Any] = {"lr": self.lr, "damping": self.damping, "weight decay": self.weight_decay or None}
+        parts = [f"{name} {value:g}" for name, value in values.items() if value is not None]
+        parts += [] if self.update_freq is None else [f"T {self.update_freq}"]
+        return ", ".join([*parts, f"seed {self.seed}"])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 SIZE = 28
 _MARGIN = 3.0
-_BLUR = 0.75  # in pixels: about as soft as the images of CURVES
+_BLUR = 0.75  # standard deviation of a line's profile, in pixels
 _POINTS_PER_CURVE = 96  # closer than half a pixel: no gaps
 
 

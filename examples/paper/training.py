@@ -131,17 +131,27 @@ class Training:
     # ------------------------------------------------------------------ evaluation
 
     def _record(self, minibatch_loss: float, watch: Callable[[Status], None]) -> dict[str, Any]:
-        measured: dict[str, float | None] = {
-            "minibatch_loss": minibatch_loss if math.isfinite(minibatch_loss) else None
-        }
+        measured: dict[str, Any] = {"minibatch_loss": minibatch_loss if math.isfinite(minibatch_loss) else None}
         if self.done or self.epoch % self.cell.evaluate_every == 0:
             watch(self.status("evaluate"))
             with self.clock.phase("evaluate"):
                 measured |= self._evaluation()
+        if self.done:
+            measured |= self._optimizer_state()
         lr = self.optimizer.param_groups[0]["lr"]
         # A fraction where the budget ended within an epoch.
         epoch = round(self.step / self.steps_per_epoch, 4)
         return {"epoch": epoch, "iteration": self.step, "lr": lr, **measured, **self.clock.record()}
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Bytes of the optimizer's state, and how many curvature pairs each side kept, damped and skipped."""
+        tensors = [(k, v) for state in self.optimizer.state.values() for k, v in state.items() if torch.is_tensor(v)]
+        found: dict[str, Any] = {"state_bytes": sum(v.numel() * v.element_size() for _, v in tensors)}
+        for side in ("A", "G"):
+            counts = [v.reshape(3, -1).sum(1) for key, v in tensors if key == f"pairs_seen_{side}"]
+            if counts:
+                found[f"pairs_{side}"] = dict(zip(("kept", "damped", "skipped"), sum(counts).tolist(), strict=True))
+        return found
 
     def _evaluation(self) -> dict[str, float | None]:
         """Training loss of an autoencoder on all its data; validation loss and accuracy of a CNN."""

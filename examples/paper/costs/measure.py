@@ -19,7 +19,7 @@ from examples.paper.objective import minibatch
 from kfqn_ext.extensions import input_gradients_only
 
 _NEVER = 10**9
-_INPUT_SIDE = {"H_A", "A", "Omega", "power_A"}
+_INPUT_SIDE = {"A", "Omega"}
 _MOMENTUM = {"momentum", "momentum_buffer", "exp_avg"}
 # Curvature of random data says nothing, so these only have to keep the loss finite.
 _LR, _DAMPING = 1e-6, 1.0
@@ -167,4 +167,4 @@ def _part_of(name: str) -> str:
         return "∂W"
     if name == "exp_avg_sq":
         return "∂W ⊙ ∂W"
-    return "A, H_A" if name in _INPUT_SIDE else "G, H_G"
+    return "A, H_A" if name in _INPUT_SIDE or name.endswith("_A") else "G, H_G"

@@ -1,0 +1,77 @@
+"""Lightning's manual optimization: the two phases around ``manual_backward``.
+
+Lightning's wrapper passes attributes on, so ``first_pass`` and ``second_pass`` are there; ``step`` takes no closure. One
+device: on several, the optimizer says that each would learn its curvature from its own share of the data. Needs
+``pip install kfqn-ext[examples]``; run with ``python examples/loops/lightning.py``.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfqn_ext.optim import KBFGS
+
+
+class Classifier(LightningModule):
+    """Two layers, trained by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(inplace=True), nn.Linear(16, 4))
+        self.losses: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = KBFGS(self.net, lr=0.3, damping=1.0)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        with optimizer.first_pass():
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+        self.clip_gradients(optimizer, 10.0, "norm")
+        optimizer.step()
+        if optimizer.second_pass_due:
+            with optimizer.second_pass():
+                self.manual_backward(self.loss(batch))
+        self.losses.append(float(loss.detach()))
+
+    def on_train_epoch_end(self) -> None:
+        schedule: Any = self.lr_schedulers()
+        schedule.step()
+
+
+def main(epochs: int = 4, folder: str | None = None) -> list[float]:
+    torch.manual_seed(0)
+    x = torch.randn(256, 2)
+    y = (2 * (x[:, 0] > 0) + (x[:, 1] > 0)).long()
+    model = Classifier()
+    trainer = Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        default_root_dir=folder,
+        enable_checkpointing=folder is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True))
+    if folder is not None:
+        trainer.save_checkpoint(f"{folder}/last.ckpt")
+    return model.losses
+
+
+if __name__ == "__main__":
+    losses = main()
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
