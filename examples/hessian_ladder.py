@@ -157,8 +157,8 @@ def ladder(out: Path, data: Data, quick: bool) -> str:
     for name, (net, layers) in nets.items():
         torch.manual_seed(0)
         model = net()
-        optimizer = KBFGS(model, lr=0.03, damping=0.03, curvature_update_freq=1)
-        loss = train(model, optimizer, data, 5 if quick else 100, 128, lambda: None)
+        optimizer = KBFGS(model, lr=0.1, damping=0.3, curvature_update_freq=1)
+        loss = train(model, optimizer, data, 5 if quick else 150, 128, lambda: None)
         model.eval()
         rungs, failed = backpack_rungs(model, x, y)
         report = curvature_ladder(model, cross_entropy, x, y, layers, {"K-BFGS": optimizer}, extra=rungs.__getitem__)
@@ -204,9 +204,9 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def track(out: Path, data: Data, quick: bool) -> str:
     """H_A and H_G along training: K-BFGS with T = 1 and 20, and KFAC, on the CNN and before BatchNorm."""
     makers: dict[str, Callable[[nn.Module], Any]] = {
-        "K-BFGS, T = 1": lambda model: KBFGS(model, lr=0.03, damping=0.03, curvature_update_freq=1),
-        "K-BFGS, T = 20": lambda model: KBFGS(model, lr=0.03, damping=0.03, curvature_update_freq=20),
-        "KFAC": lambda model: KFAC(model, lr=0.03, damping=0.03),
+        "K-BFGS, T = 1": lambda model: KBFGS(model, lr=0.1, damping=0.3, curvature_update_freq=1),
+        "K-BFGS, T = 20": lambda model: KBFGS(model, lr=0.1, damping=0.3, curvature_update_freq=20),
+        "KFAC": lambda model: KFAC(model, lr=0.1, damping=0.3),
     }
     nets: Nets = {"cnn": (cnn, ["0"] if quick else ["0", "2"]), "batchnorm": (BatchNormNet, ["conv2"])}
     steps = {1, 3} if quick else {1, 2, 5, 10, 20, 40, 60, 80, 100, 140, 180, 200}
@@ -222,7 +222,6 @@ def track(out: Path, data: Data, quick: bool) -> str:
             tracker = track_curvature(optimizer, model, cross_entropy, x, y, layers, steps=steps, name=run)
             loss = train(model, optimizer, data, max(steps), 128, tracker)
             tracks[run] = tracker.reports
-            tracker.to_dataframe().to_csv(out / f"track_{name}_{len(tracks)}.csv", index=False)
             print(f"{name}, {run}: loss {loss:.4f}")
         plot_tracks(tracks, out / f"track_{name}.png")
         parts.append(track_table(name, layers, tracks))
@@ -231,17 +230,16 @@ def track(out: Path, data: Data, quick: bool) -> str:
 
 def track_table(net: str, layers: Sequence[str], tracks: Mapping[str, Any]) -> str:
     """The middle and the last measurement of every run, beside gradient descent with the same λ."""
-    head = ["run", "layer", "step", "H_A", "H_G", "H vs (A⊗G+λI)⁻¹", "H vs (B+λI)⁻¹", "angle °", "share"]
-    head += ["λI: angle °", "share"]
-    rows = [head]
+    head = ["run", "layer", "step", "H_A", "H_G", "H vs aim", "H vs (A⊗G+λI)⁻¹", "H vs (B+λI)⁻¹", "angle °", "share"]
+    rows = [[*head, "I/λ vs (B+λI)⁻¹", "angle °", "share"]]
     for layer in layers:
         for run, reports in tracks.items():
             for step, report in (reports[0], reports[len(reports) // 2], reports[-1]):
                 held = next(row for row in report[layer].rows if row.label == "eq_18")
                 plain = report[layer, "λ I (gradient descent)"]
-                values = (held.H_A_error, held.H_G_error, held.H_error, held.H_exact_error, held.angle, held.share)
-                cells = [f"{value:.3g}" for value in (*values, plain.angle, plain.share)]
-                rows.append([run, f"{net} {layer}", str(step), *cells])
+                errors = [held.H_A_error, held.H_G_error, held.H_aim_error, held.H_error, held.H_exact_error]
+                values = [*errors, held.angle, held.share, plain.H_exact_error, plain.angle, plain.share]
+                rows.append([run, f"{net} {layer}", str(step), *(f"{v:.3g}".replace("nan", "–") for v in values)])
     return markdown(rows)
 
 

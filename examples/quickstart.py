@@ -178,7 +178,7 @@ def train_all(console: Console, train_data: Data, test_data: Data, epochs: int, 
 
 def show_table(console: Console, results: Results) -> None:
     """Print where each method ended: the median of its runs."""
-    table = Table("method")
+    table = Table("method", caption="medians of the runs", caption_justify="left")
     for column in ("train loss", "test accuracy", "seconds"):
         table.add_column(column, justify="right")
     for name, curves in results.items():
@@ -232,7 +232,8 @@ def decorate(axes: np.ndarray) -> None:
     error.yaxis.set_major_locator(FixedLocator([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]))
     error.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     error.yaxis.set_minor_locator(NullLocator())
-    error.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for ax in (error, by_second):
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     error.set_xlabel("epochs", fontsize=12)
     by_second.set_xlabel("seconds of training", fontsize=12)
 

@@ -121,6 +121,7 @@ def layer_ladder(
     held = list(held_rungs(problem, optimizers, facts))
     notes += [remark for remark in held if isinstance(remark, str)]
     lam = damping if damping is not None else _default_damping(problem, optimizers, yardstick.spectrum)
+    notes += indefinite(float(yardstick.spectrum[0]), lam)
     report = LayerReport(problem.name, problem.geometry, facts.num_data, facts.num_locations, notes)
     for rung in (
         Rung("exact block", "", yardstick.exact),
@@ -162,6 +163,15 @@ def _default_damping(problem: LayerLoss, optimizers: Mapping[str, HasState], spe
     held = [held_damping(optimizer, problem.weight) for optimizer in optimizers.values()]
     first = next((value for value in held if value is not None), None)
     return first if first is not None else default_damping(float(spectrum[0]), float(spectrum[-1]))
+
+
+def indefinite(lowest: float, damping: float) -> list[str]:
+    """A remark where B + λI is not positive definite; B's lowest eigenvalue tells."""
+    if lowest + damping > 0:
+        return []
+    return [
+        f"B + λI is indefinite, λ = {damping:.2g}, lowest eigenvalue of B {lowest:.2g}: Newton's step is no minimum."
+    ]
 
 
 def default_damping(lowest: float, highest: float) -> float:

@@ -20,7 +20,7 @@ from kfqn_ext.curvature.factors import (
     sampled_output_factor,
 )
 from kfqn_ext.curvature.krylov import nearest_kronecker_of_roots, spectral_norm
-from kfqn_ext.curvature.ladder import by_name, chosen_layers, default_damping
+from kfqn_ext.curvature.ladder import by_name, chosen_layers, default_damping, indefinite
 from kfqn_ext.curvature.operators import KroneckerOperator, Multiplication, Operator, RootsOperator, ScaledIdentity
 from kfqn_ext.curvature.problem import LayerLoss, LossFn
 from kfqn_ext.curvature.products import HessianProduct, OutputHessian
@@ -190,6 +190,7 @@ class _LayerEstimate:
         like, exact = self.problem.W.detach(), Multiplication(self.hessian)
         ends = exact.extremes(like) if spectra or damping is None else None
         lam = self._damping(damping, ends)
+        self.notes += [] if ends is None else indefinite(float(ends[0]), lam)
         rungs = [OperatorRung("exact block", "", exact), *self._rungs(lam)]
         identity = Multiplication(lambda V: V)
         rounds = tqdm(range(probes), desc=f"{self.problem.name}: probes", disable=not progress, leave=False)
@@ -202,7 +203,7 @@ class _LayerEstimate:
             if rung.held is not None:
                 row.H_A_error = metrics.relative_error(rung.held.H_A, rung.held.aim_A)
                 row.H_G_error = metrics.relative_error(rung.held.H_G, rung.held.aim_G)
-            self._add_direction(row, rung, lam)
+            self._add_direction(row, rung, lam, ends)
             values = self._add_spectrum(row, rung, exact, ends) if spectra and ends is not None else None
             report.add(row, values)
         return report
@@ -225,7 +226,7 @@ class _LayerEstimate:
         aim[i] = aim.get(i, 0.0) + 1.0
         row.damped_error = probed.ratio(aim, {0: 1.0, identity: row.damping}).value
 
-    def _add_direction(self, row: Row, rung: OperatorRung, damping: float) -> None:
+    def _add_direction(self, row: Row, rung: OperatorRung, damping: float, ends: Tensor | None) -> None:
         g, lam, B = self.hessian.gradient, row.damping, self.hessian
         if lam not in self._newton:
             self._newton[lam] = Multiplication(B).solve(lam, g)
@@ -236,7 +237,8 @@ class _LayerEstimate:
         row.decrease = metrics.best_decrease(g, d, bend)
         share = metrics.best_decrease(g, d, bend + lam * (d * d).sum())
         best = metrics.best_decrease(g, newton, newton_bend + lam * (newton * newton).sum())
-        row.share = share / best if 0 < best < math.inf else math.nan
+        definite = ends is None or float(ends[0]) + lam > 0
+        row.share = share / best if definite and 0 < best < math.inf else math.nan
 
     def _add_spectrum(self, row: Row, rung: OperatorRung, exact: Operator, ends: Tensor) -> Tensor:
         values = ends if rung.operator is exact else rung.operator.extremes(self.problem.W.detach())

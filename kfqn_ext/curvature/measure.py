@@ -101,7 +101,8 @@ class Yardstick:
         decrease = metrics.best_decrease(self.gradient, direction, metrics.quadratic_form(newton.damped, direction))
         row.angle = metrics.angle(direction, newton.direction)
         row.decrease = metrics.best_decrease(self.gradient, direction, metrics.quadratic_form(self.exact, direction))
-        row.share = decrease / newton.decrease if 0 < newton.decrease < math.inf else math.nan
+        definite = float(self.spectrum[0]) + damping > 0
+        row.share = decrease / newton.decrease if definite and newton.decrease > 0 else math.nan
 
     def _add_inverse_errors(self, row: Row, rung: Rung, newton: Newton) -> None:
         if not rung.damping:
@@ -111,6 +112,7 @@ class Yardstick:
         if held is not None:
             row.H_A_error = metrics.relative_error(held.H_A, held.aim_A)
             row.H_G_error = metrics.relative_error(held.H_G, held.aim_G)
+            row.H_aim_error = metrics.relative_error(H, kron(held.aim_A, held.aim_G))
         AG = kron(self.facts.A, self.facts.G)
         AG.diagonal(dim1=-2, dim2=-1).add_(lam)
         row.H_error = metrics.relative_error(H, torch.linalg.inv(AG))

@@ -27,7 +27,7 @@ def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[An
 def save(figure: Any, path: str | Path) -> None:
     """Write a figure, making its folder where it is missing."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
 
 
 def plot_report(layers: Sequence[LayerReport], path: str | Path) -> None:
@@ -93,10 +93,11 @@ def _most_telling(layer: LayerReport) -> list[str]:
 def _draw_spectra(axes: Any, layer: LayerReport) -> None:
     """Eigenvalues by rank, positive and negative ones as separate curves of their absolute value."""
     largest = max((float(values.abs().max()) for values in layer.spectra.values()), default=1.0) or 1.0
+    colours = need("matplotlib", "plot()").colormaps["tab20"]
     # A rung that equals the exact block would hide it.
     shown = {row.rung for row in layer.rows if row.rung == "exact block" or row.error > 1e-6}
     for i, (name, values) in enumerate((name, v) for name, v in layer.spectra.items() if name in shown):
-        colour = f"C{i % 10}"
+        colour = colours(i % 20)
         positive, negative = _sides(values)
         axes.plot(range(1, len(positive) + 1), positive, color=colour, label=name, linewidth=1.2)
         axes.plot(range(1, len(negative) + 1), negative, color=colour, linestyle=":", linewidth=1.2)
@@ -113,8 +114,9 @@ def _sides(values: Tensor) -> tuple[list[float], list[float]]:
 
 
 TRACKED = {
-    "H_A_error": "H_A, relative error",
-    "H_G_error": "H_G, relative error",
+    "H_A_error": "H_A against (A + λ_A I)⁻¹",
+    "H_G_error": "H_G against (G + λ_G I)⁻¹",
+    "H_aim_error": "H against the product of both aims",
     "H_error": "H against (A ⊗ G + λI)⁻¹",
     "H_exact_error": "H against (B + λI)⁻¹",
     "angle": "angle to Newton's direction, °",

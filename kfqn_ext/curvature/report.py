@@ -36,10 +36,12 @@ class Row:
         highest: Highest eigenvalue of M.
         angle: Angle between d = (M + λI)⁻¹ g, or H_G g H_A, and Newton's (B + λI)⁻¹ g, in degrees.
         decrease: Decrease of gᵀd + ½ dᵀBd along -d at its best step; ∞ where dᵀBd ≤ 0, 0 where d is no descent.
-        share: The same with B + λI, as a share of Newton's: 1 is best.
+        share: The same with B + λI, as a share of Newton's: 1 is best. NaN where B + λI is not positive definite, for
+            then Newton's direction leads to a saddle.
         H_A_error: Relative Frobenius error of a held H_A against the damped inverse it aims at, with this
             minibatch's A: (A + λ_A I)⁻¹.
         H_G_error: The same for H_G and (G + λ_G I)⁻¹; for KFAC, Γ in place of G.
+        H_aim_error: The same for H_A ⊗ H_G and the product of both.
         H_error: Relative error of the inverse against (A ⊗ G + λI)⁻¹, of a rung that contains λ.
         H_exact_error: The same against (B + λI)⁻¹.
         error_se: Standard error of ``error`` where that is an estimate.
@@ -61,6 +63,7 @@ class Row:
     share: float = math.nan
     H_A_error: float = math.nan
     H_G_error: float = math.nan
+    H_aim_error: float = math.nan
     H_error: float = math.nan
     H_exact_error: float = math.nan
     error_se: float = math.nan
@@ -124,6 +127,9 @@ _COLUMNS: dict[str, tuple[str, str]] = {
     "angle": ("angle °", "{:.1f}"),
     "decrease": ("decrease", "{:.2g}"),
     "share": ("share", "{:.2f}"),
+    "H_A_error": ("H_A", "{:.3g}"),
+    "H_G_error": ("H_G", "{:.3g}"),
+    "H_aim_error": ("H vs aim", "{:.3g}"),
     "H_error": ("H vs A⊗G", "{:.3g}"),
     "H_exact_error": ("H vs exact", "{:.3g}"),
 }
@@ -170,11 +176,18 @@ class CurvatureReport(Sequence[LayerReport]):
         """Lay the tables out for a terminal."""
         return "\n\n".join("\n".join([layer.title, *_aligned(_cells(layer)), *layer.notes]) for layer in self.layers)
 
-    def to_markdown(self) -> str:
-        """Lay the tables out as Markdown."""
+    def to_markdown(self, columns: Sequence[str] = ()) -> str:
+        """Lay the tables out as Markdown.
+
+        Args:
+            columns: Attributes of :class:`Row` to show; all that hold a number if empty.
+
+        Returns:
+            A title and a table for each layer.
+        """
         parts = []
         for layer in self.layers:
-            head, *body = [[cell.replace("|", "\\|") for cell in row] for row in _cells(layer)]
+            head, *body = [[cell.replace("|", "\\|") for cell in row] for row in _cells(layer, columns)]
             lines = [f"| {' | '.join(row)} |" for row in (head, ["---", "---", *["---:"] * (len(head) - 2)], *body)]
             parts.append("\n".join([f"**{layer.title}**", "", *lines, *(f"\n*{note}*" for note in layer.notes)]))
         return "\n\n".join(parts)
@@ -202,9 +215,10 @@ class CurvatureReport(Sequence[LayerReport]):
         plot_report(self.layers, path)
 
 
-def _cells(layer: LayerReport) -> list[list[str]]:
+def _cells(layer: LayerReport, columns: Sequence[str] = ()) -> list[list[str]]:
     """The table of a layer: a head and the rows, columns without any number left out."""
-    used = [name for name in _COLUMNS if any(not math.isnan(getattr(row, name)) for row in layer.rows)]
+    wanted = [name for name in _COLUMNS if not columns or name in columns]
+    used = [name for name in wanted if any(not math.isnan(getattr(row, name)) for row in layer.rows)]
     head = ["rung", "paper", *(_COLUMNS[name][0] for name in used)]
     body = [
         [row.rung, row.label, *(_show(getattr(row, name), _COLUMNS[name][1]) for name in used)] for row in layer.rows

@@ -126,14 +126,14 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
                 return
             backward = torch._C._current_graph_task_id()
             old = self._results.get(module)
-            call, calls = weakref.ref(x), ()
+            calls: tuple[weakref.ref[Tensor], ...] = ()
             if old is not None and (self.accumulate or old.backward == backward):
                 calls = tuple(seen for seen in old.calls if seen() is not None)
                 repeated = old.backward != backward and any(seen() is x for seen in calls)
                 result = (self.add_gradient if repeated else self.merge)(module, old.result, layer)
             else:
                 result = self.measure(module, layer)
-        self._results[module] = _Entry(backward, result, (*calls, call))
+        self._results[module] = _Entry(backward, result, (*calls, weakref.ref(x)))
         if self.mirrored:
             setattr(weight, self.savefield, result)
 

@@ -11,7 +11,7 @@ from backpack.context import CTX
 from torch import Tensor, distributed, nn
 
 from kfqn_ext.extensions import KBFGSQuantities, extend
-from kfqn_ext.optim import blocks
+from kfqn_ext.optim import blocks, descent
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.measure import Measurement
 from kfqn_ext.optim.plan import Layer
@@ -83,6 +83,7 @@ class KroneckerOptimizer(PlannedOptimizer):
         self._step_cap = step_cap
         self._replay = Replay(model)
         self._first: Measurement | None = None
+        self._stepped = False  # since the first pass
         self._due: Work = []
         self._refreshing: Work = []
         self._bad_batches = LateWarning("A batch had a gradient that is not finite; it changed nothing.")
@@ -152,13 +153,17 @@ class KroneckerOptimizer(PlannedOptimizer):
             Nothing.
 
         Raises:
-            RuntimeError: If the body runs no backward pass, or one in float16 without a ``loss_scale``.
+            RuntimeError: If the body runs no backward pass, or one in float16 without a ``loss_scale``; on a wrapper.
+            NotImplementedError: In several processes.
             ValueError: If all batches are empty.
         """
-        self._check_processes()
+        self._check_surroundings()
+        if self._state_is_empty:  # and nothing was loaded into it
+            self.state.clear()
+            self._state_is_empty = False
         if self._due:
             self._warn_once(_NEVER_RAN)
-        self._due, self._first = [], None
+        self._due, self._first, self._stepped = [], None, False
         self._rejected.clear()
         self._apply_schedules()
         trained = [(layer, group) for layer, group in self._layers() if layer.weight.requires_grad]
@@ -169,13 +174,12 @@ class KroneckerOptimizer(PlannedOptimizer):
             wanted[kind] = wanted.get(kind, set()) | fresh
         probe = None if keep_inputs else self._probe
         measurement = Measurement(wanted, self._reduction, probe, loss_scale)
-        before = [(lambda: None, 0) if g is None else (weakref.ref(g), g._version) for g in self._all_gradients()]
+        before = self._versions()
         if self.recipe.second_pass is not SecondPass.NONE and (due or fresh):
             self._replay.record()
         with backpack(*CTX.get_active_exts(), *measurement.extensions, extension_hook=CTX.get_extension_hook()):
             yield
-        after = zip(before, self._all_gradients(), strict=True)
-        if all(seen() is g and (g is None or version == g._version) for (seen, version), g in after):
+        if self._unchanged_since(before):
             raise RuntimeError("No gradient changed in the first pass: it must run loss.backward().")
         _check_loss_scale(measurement)
         if measurement.only_empty_batches:
@@ -188,6 +192,14 @@ class KroneckerOptimizer(PlannedOptimizer):
 
     def _all_gradients(self) -> list[Tensor | None]:
         return [p.grad for group in self.param_groups for p in group["params"]]
+
+    def _versions(self) -> list[tuple[Callable[[], Tensor | None], int]]:
+        """Which tensors hold the gradients, and how often they were written to; without keeping them alive."""
+        return [(lambda: None, 0) if g is None else (weakref.ref(g), g._version) for g in self._all_gradients()]
+
+    def _unchanged_since(self, before: list[tuple[Callable[[], Tensor | None], int]]) -> bool:
+        after = zip(before, self._all_gradients(), strict=True)
+        return all(seen() is g and (g is None or version == g._version) for (seen, version), g in after)
 
     @property
     def second_pass_due(self) -> bool:
@@ -216,7 +228,7 @@ class KroneckerOptimizer(PlannedOptimizer):
         if not self._due or self._first is None:
             raise RuntimeError("second_pass() where none is wanted: check second_pass_due first.")
         due, first, self._due = self._due, self._first, []
-        if self.recipe.second_pass is not SecondPass.SAMPLED_BEFORE_STEP:
+        if self._stepped:
             self._first = None
         with torch.no_grad():
             finite = self._finite()
@@ -292,8 +304,14 @@ class KroneckerOptimizer(PlannedOptimizer):
             RuntimeError: If no backward pass has left a gradient, or no curvature was ever measured.
             TypeError: If targets must be sampled and the closure cannot do that.
         """
+        if closure is not None and self._first is not None and not self._stepped:
+            self._expect_empty(closure)
+            closure = None
         if closure is None:
-            self._advance(None)
+            if self._is_asked_for_empty_state():
+                self._make_empty_state()
+            else:
+                self._advance(None)
             return None
         if self.recipe.second_pass.sampled and not hasattr(closure, "sampled"):
             raise TypeError(
@@ -306,6 +324,30 @@ class KroneckerOptimizer(PlannedOptimizer):
         self._advance(loss)
         self._run_second_pass(closure)
         return loss
+
+    def _expect_empty(self, closure: Closure) -> None:
+        """Call the closure that a trainer passes to ``step`` where its user passes none, after a first pass."""
+        before = self._versions()
+        with torch.enable_grad():
+            closure()
+        if not self._unchanged_since(before):
+            raise RuntimeError(
+                "step(closure) after first_pass(): the minibatch was measured already, and the closure ran another "
+                "backward pass. Use step() after first_pass(), or step(closure) alone."
+            )
+
+    def _is_asked_for_empty_state(self) -> bool:
+        """Whether this is ``torch.distributed.checkpoint``: a first step at a rate of zero, for the state's keys."""
+        return not self.state and self._first is None and all(float(group["lr"]) == 0 for group in self.param_groups)
+
+    def _make_empty_state(self) -> None:
+        self._state_is_empty = True
+        for layer, group in self._layers():
+            blocks.start_empty(layer, self.state[layer.weight], self.recipe, group["damping"])
+        others = [p for group in self.param_groups for p in group["params"] if p not in self.state]
+        for p in others:
+            covered = p in self._planned.covered
+            self.state[p] = {} if covered else {"momentum": torch.zeros_like(p, dtype=descent.working_dtype(p))}
 
     def _run_second_pass(self, closure: Any) -> None:
         if not self.second_pass_due:
@@ -322,7 +364,7 @@ class KroneckerOptimizer(PlannedOptimizer):
     def _advance(self, loss: Tensor | None) -> None:
         """Move the parameters, and find out who learns and whose inverses are recomputed."""
         when = self.recipe.second_pass
-        if self._due and when is not SecondPass.SAMPLED_BEFORE_STEP:
+        if self._due and self._stepped:
             self._warn_once(_NEVER_RAN)
             self._due, self._first = [], None  # of an earlier step
         self._check_ready(self._gradients(), loss)
@@ -344,6 +386,7 @@ class KroneckerOptimizer(PlannedOptimizer):
             self._learn(due, first, None, finite)
         else:
             self._due = due
+        self._stepped = True
         if not self._due:
             self._first = None
             self._refresh()
@@ -352,7 +395,12 @@ class KroneckerOptimizer(PlannedOptimizer):
         if not self._due:
             self._apply_schedules()
 
-    def _check_processes(self) -> None:
+    def _check_surroundings(self) -> None:
+        if "state" not in vars(self):  # Lightning's wrapper inherits from what it wraps and shares no attribute
+            raise RuntimeError(
+                "first_pass() was called on a trainer's wrapper, which keeps what it measures from the optimizer. Call "
+                "it on the optimizer inside: optimizer.optimizer.first_pass(), and second_pass() alike."
+            )
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             raise NotImplementedError(
                 f"{type(self).__name__} in {distributed.get_world_size()} processes: each would learn its curvature "

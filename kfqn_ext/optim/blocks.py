@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kfqn_ext.extensions import Gram, KroneckerFactors, Power
 from kfqn_ext.optim import splits
 from kfqn_ext.optim.plan import Layer
 from kfqn_ext.optim.recipe import Recipe
@@ -61,6 +62,32 @@ def start(layer: Layer, state: State, recipe: Recipe, damping: float, measured: 
     recipe.input_side.start(state, A, damping_A)
     recipe.output_side.start(state, like, measured, damping_G)
     return True
+
+
+def start_empty(layer: Layer, state: State, recipe: Recipe, damping: float) -> None:
+    """Fill a layer's state with tensors of the right names, shapes and dtypes, for a checkpoint to be read into.
+
+    ``num_locations`` is 0, which no layer has: :func:`is_empty`.
+    """
+    weight, (*blocks, d_out, d_in) = layer.weight, layer.geometry.matrix_shape
+    W = torch.zeros(
+        layer.geometry.matrix_shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device
+    )
+    A, Gamma, ones = W.new_zeros(*blocks, d_in, d_in), W.new_zeros(*blocks, d_out, d_out), W.new_ones(blocks)
+    kinds = start_kinds(recipe)
+    measured = Measured(
+        gram=Gram(A, 1, 1) if "gram" in kinds else None,
+        factors=KroneckerFactors(A, Gamma, 1, 1) if "factors" in kinds else None,
+        power=Power(ones, ones.clone(), 1, 1) if "power" in kinds else None,
+    )
+    state["momentum"] = W
+    start(layer, state, recipe, damping, measured)
+    state["num_locations"] = torch.tensor(0.0)
+
+
+def is_empty(state: State) -> bool:
+    """Whether :func:`start_empty` made this state and nothing was read into it."""
+    return "num_locations" in state and float(state["num_locations"]) == 0.0
 
 
 def learn(layer: Layer, state: State, recipe: Recipe, damping: float, seen: Seen, decay: float = 0.9) -> None:

@@ -1,7 +1,7 @@
 """KFAC, ``algo_1``: the baseline whose factors are computed instead of learned."""
 
 from dataclasses import replace
-from typing import Any, Self, final
+from typing import Any, final
 
 from torch import Tensor, nn
 
@@ -88,7 +88,7 @@ class KFAC(KroneckerOptimizer):
         stats_update_freq: int = 1,
         inverse_update_freq: int = 20,
         weight_decay: float = 0.0,
-    ) -> Self:
+    ) -> "KFAC":
         """Build ``algo_1`` to the letter. It diverges at the paper's own best values on the MNIST autoencoder."""
         return cls(
             model,

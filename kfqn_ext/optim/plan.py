@@ -59,9 +59,8 @@ def make_plan(model: nn.Module, group_of: dict[Tensor, int]) -> Plan:
 
     Raises:
         ValueError: If a layer's weight and bias are in different groups, or a parameter is not the model's.
-        UnsupportedLayerError: If no layer can be measured.
+        UnsupportedLayerError: If no layer can be measured, or the model is lazy and has not run yet.
     """
-    layers, reasons = _find_layers(model, group_of)
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     strangers = [tuple(p.shape) for p in group_of if p not in names]
     if strangers:
@@ -69,6 +68,12 @@ def make_plan(model: nn.Module, group_of: dict[Tensor, int]) -> Plan:
             f"Parameters of shapes {strangers} are not parameters of the model. Pass params=None for all of the "
             "model's, or a subset of model.parameters()."
         )
+    lazy = [name for p, name in names.items() if isinstance(p, nn.UninitializedParameter)]
+    if lazy:
+        raise UnsupportedLayerError(
+            f"{', '.join(lazy)}: lazy parameters without a shape yet. Run one forward pass, then build the optimizer."
+        )
+    layers, reasons = _find_layers(model, group_of)
     covered = frozenset(layer.bias for layer in layers.values() if layer.bias is not None)
     _check_groups(layers, group_of)
     rows = tuple(_row(names[p], p, layers, covered, reasons, model) for p in group_of)

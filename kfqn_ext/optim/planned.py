@@ -19,6 +19,8 @@ from kfqn_ext.optim.table import render
 from kfqn_ext.optim.validation import check_group
 
 Work = list[tuple[Layer, dict[str, Any]]]
+# Of the state: to be raised when the names or the meaning of its tensors change.
+LAYOUT = 1
 
 
 class PlannedOptimizer(Optimizer):
@@ -43,9 +45,12 @@ class PlannedOptimizer(Optimizer):
         self._plan: Plan | None = None
         self._schedules: list[dict[str, Schedule]] = []
         self._warned: set[str] = set()
+        self._state_is_empty = False  # its tensors have names and shapes, but were never measured
         self._rejected: set[Layer] = set()  # measured in this step, but not finite
         self.recipe = recipe
-        super().__init__(list(model.named_parameters()) if params is None else params, {**defaults, "step": 0})
+        self._layout = f"{LAYOUT} {type(recipe.input_side).__name__} {type(recipe.output_side).__name__}"
+        defaults = {**defaults, "step": 0, "layout": self._layout}
+        super().__init__(list(model.named_parameters()) if params is None else params, defaults)
         self._replan()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -75,15 +80,46 @@ class PlannedOptimizer(Optimizer):
         """Load what ``state_dict`` returned, keeping each tensor's own dtype.
 
         ``torch.optim.Optimizer`` casts state to the parameter's dtype; inverses stay as precise as they were saved.
+
+        Raises:
+            ValueError: If the state is of another kind of optimizer, another version's, or another model's.
         """
-        super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        self._check_loadable(state_dict, dict(zip(saved_ids, parameters, strict=False)))
+        super().load_state_dict(state_dict)
+        self._state_is_empty = False
         for saved_id, p in zip(saved_ids, parameters, strict=True):
-            for key, value in state_dict["state"].get(saved_id, {}).items():
-                if isinstance(value, Tensor):
-                    device = "cpu" if key == "num_locations" else p.device
-                    self.state[p][key] = value.to(device, copy=True)
+            if p not in self.state:
+                continue
+            saved = {k: v for k, v in state_dict["state"][saved_id].items() if isinstance(v, Tensor)}
+            if blocks.is_empty(saved):
+                del self.state[p]
+            else:
+                self.state[p] = {
+                    key: value.to("cpu" if key == "num_locations" else p.device, copy=True)
+                    for key, value in saved.items()
+                }
+
+    def _check_loadable(self, state_dict: dict[str, Any], parameters: dict[Any, Tensor]) -> None:
+        found = {group.get("layout", "0, without a mark") for group in state_dict["param_groups"]}
+        if found - {self._layout}:
+            raise ValueError(
+                f"This state has the layout {found.pop()!r}, and {type(self).__name__} reads {self._layout!r} "
+                "(version, input side, output side): it was saved by another version of the package or by another "
+                "optimizer. Load it with that one; or load the model alone and start with fresh curvature (warm_start)."
+            )
+        for saved_id, p in parameters.items():
+            momentum = state_dict["state"].get(saved_id, {}).get("momentum")
+            layer = self._planned.layers.get(p)
+            expected = tuple(p.shape) if layer is None else layer.geometry.matrix_shape
+            if isinstance(momentum, Tensor) and tuple(momentum.shape) != expected:
+                raise ValueError(
+                    f"The state has a momentum of shape {list(momentum.shape)} where this model needs "
+                    f"{list(expected)} (parameter {saved_id!r}, here of shape {list(p.shape)}): it is another model's, "
+                    "or its parameters come in another order. Build model and optimizer as they were built when the "
+                    "state was saved."
+                )
 
     def diagnostics(self) -> list[LayerDiagnostics]:
         """Describe the curvature of every layer: pairs kept, damped and skipped, eigenvalues, dampings."""

@@ -10,7 +10,7 @@ def render(name: str, groups: Sequence[dict[str, Any]], rows: Sequence[Row]) -> 
     """Lay out hyperparameters by group and the treatment of every parameter."""
     lines = [f"{name} ("]
     for i, group in enumerate(groups):
-        values = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "param_names"))
+        values = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "param_names", "layout"))
         lines.append(f"  group {i}: {values}")
     cells = [("parameter", "shape", "treatment", "how, or why")]
     cells += [(r.parameter, "×".join(map(str, r.shape)) or "scalar", r.treatment, r.reason) for r in rows]

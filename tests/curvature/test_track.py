@@ -53,6 +53,19 @@ def test_chosen_steps_and_hooks() -> None:
     assert "KBFGS: H_A⁻¹ ⊗ H_G⁻¹" in str(tracker.reports[0][1])
 
 
+def test_before_batchnorm_only_h_a_learns() -> None:
+    """H_G stays at I / λ_G: what it could learn from is zero there but for rounding."""
+    model, x, y = residual(nn.ReLU(inplace=True))
+    model.train()
+    model.dropout.p = 0.0
+    optimizer = KBFGS(model, lr=0.1, damping=1.0, curvature_update_freq=1)
+    for _ in range(4):
+        optimizer.step(Minibatch(model, cross_entropy, x, y))
+    damping_G = (1.0 / 16) ** 0.5  # √λ / √|T|
+    assert torch.equal(optimizer.state[model.second.weight]["H_G"], torch.eye(4, dtype=F64) / damping_G)
+    assert not torch.equal(optimizer.state[model.first.weight]["H_G"], torch.eye(4, dtype=F64) / damping_G)
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     model, x, y = residual(nn.Tanh())
     optimizer = KBFGS(model)

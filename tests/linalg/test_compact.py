@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfqn_ext.linalg import compact_matrix, compact_middle, compact_product, powell_lm, push_pair
+from kfqn_ext.linalg import compact_matrix, compact_middle, compact_product, dense_from_pairs, powell_lm, push_pair
 from tests import reference as ref
 from tests.cases import FEW_EXAMPLES, assert_close
 
@@ -57,6 +57,7 @@ def test_equals_the_recursion(seed: int, kinds: list[str], exponent: int) -> Non
     want = ref.lbfgs(gamma * torch.eye(D, dtype=F64), kept)
     K = compact_middle(pairs, gamma)
     assert_close(compact_matrix(pairs, K, gamma), want, 1e-9)
+    assert_close(dense_from_pairs(pairs, torch.tensor(gamma, dtype=F64)), want, 1e-9)
     M = torch.randn(D, 3, dtype=F64)
     assert_close(compact_product(pairs, K, gamma, M), want @ M, 1e-9, want.abs() @ M.abs())
     if kept:
@@ -70,6 +71,7 @@ def test_number_of_pairs(number: int) -> None:
     assert len(kept) == min(number, P) == int((pairs[:P].abs().sum(1) > 0).sum())
     got = compact_matrix(pairs, compact_middle(pairs, 2.0), 2.0)
     assert_close(got, ref.lbfgs(2 * torch.eye(D, dtype=F64), kept), 1e-10)
+    assert_close(dense_from_pairs(pairs, torch.tensor(2.0, dtype=F64)), got, 1e-10)
     if number == 0:
         assert torch.equal(got, 2 * torch.eye(D, dtype=F64))
 
@@ -92,21 +94,23 @@ def test_batched_equals_one_at_a_time() -> None:
             alone[b], one = push_pair(alone[b], s[b], y[b], ONE)
             assert one == kept[b]
     M = torch.randn(B, D, 2, dtype=F64)
-    K = compact_middle(together, gamma)
+    K, dense = compact_middle(together, gamma), dense_from_pairs(together, gamma)
     for b in range(B):
         K_b = compact_middle(alone[b], gamma[b])
         assert_close(together[b], alone[b], 1e-15)
         assert_close(compact_matrix(together, K, gamma)[b], compact_matrix(alone[b], K_b, gamma[b]), 1e-12)
+        assert_close(dense[b], dense_from_pairs(alone[b], gamma[b]), 1e-12)
         assert_close(compact_product(together, K, gamma, M)[b], compact_product(alone[b], K_b, gamma[b], M[b]), 1e-12)
 
 
+@pytest.mark.parametrize("form", ["compact", "dense"])
 @pytest.mark.parametrize("kind", ["noise", "repeated", "negative", "shrinking", "any size"])
-def test_float32_stays_definite_over_many_damped_pairs(kind: str) -> None:
+def test_float32_stays_definite_over_many_damped_pairs(kind: str, form: str) -> None:
     """As the optimizer uses it: powell_lm on H y, p = 20 pairs in 12 dimensions, hence linearly dependent."""
     torch.manual_seed(0)
     d, p, mu2, steps = 12, 20, 0.3, 300
-    pairs, gamma = torch.zeros(2 * p, d), 1 / mu2
-    K = compact_middle(pairs, gamma)
+    pairs, gamma = torch.zeros(2 * p, d), torch.tensor(1 / mu2)
+    H = gamma * torch.eye(d)
     s, y = torch.randn(2, d)
     for step in range(steps):
         new: Any = torch.randn(2, d)
@@ -115,11 +119,14 @@ def test_float32_stays_definite_over_many_damped_pairs(kind: str) -> None:
         a, b = s, -s + 0.1 * y if kind == "negative" else y
         scale = {"shrinking": 0.9**step, "any size": 10.0 ** int(torch.randint(-15, 16, ()))}.get(kind, 1.0)
         a, b = a * scale, b * scale
-        Hy = compact_product(pairs, K, gamma, b[:, None])[:, 0]
-        pairs, _ = push_pair(pairs, *powell_lm(a, b, Hy, 0.2, mu2), torch.tensor([gamma]))
-        K = compact_middle(pairs, gamma)
+        pairs, _ = push_pair(pairs, *powell_lm(a, b, H @ b, 0.2, mu2), gamma.reshape(1))
+        H = (
+            dense_from_pairs(pairs, gamma)
+            if form == "dense"
+            else compact_matrix(pairs, compact_middle(pairs, gamma), gamma)
+        )
         if step % 10 == 9:
-            H = compact_matrix(pairs, K, gamma).double()
-            assert (H - H.mT).abs().max() <= 1e-3 * H.abs().max()  # two products, symmetric to their rounding
-            smallest = torch.linalg.eigvalsh((H + H.mT) / 2)[0]
+            exact = H.double()
+            assert (H - H.mT).abs().max() <= 1e-3 * H.abs().max()  # compact: two products, symmetric to their rounding
+            smallest = torch.linalg.eigvalsh((exact + exact.mT) / 2)[0]
             assert smallest > 0, (step, smallest.item())

@@ -145,6 +145,19 @@ def test_double_damping_2020(seed: int, kind: str, d: int, blocks: Any, mu1: flo
             assert_close(got, want, 1e-9, torch.stack((s, y, Hy)))
 
 
+@pytest.mark.parametrize("share", [0.5, 0.95, 1.05])
+def test_powells_condition_is_met_exactly_where_it_was_not(share: float) -> None:
+    """From sᵀy = share · μ₁ yᵀHy: damped to equality below, left alone above."""
+    torch.manual_seed(0)
+    mu1, H, y = 0.2, spd(5), torch.randn(5, dtype=F64)
+    Hy = H @ y
+    s = torch.randn(5, dtype=F64)
+    s = s - (s @ y) / (y @ y) * y + share * mu1 * (y @ Hy) / (y @ y) * y
+    s1, _ = powell_lm(s, y, Hy, mu1, 1.0)
+    assert float(s1 @ y / (y @ Hy)) == pytest.approx(max(share, 1.0) * mu1, rel=1e-12)
+    assert share < 1 or torch.equal(s1, s)
+
+
 @pytest.mark.parametrize("damping", [powell_lm, powell_identity_lm, double_damping_2020])
 def test_a_good_pair_is_only_shifted(damping: Any) -> None:
     """No pair is damped on H that meets Powell's condition already; batched equals one at a time."""

@@ -1,6 +1,7 @@
 """Bad input gets one clear error, and leaves the model and the optimizer as they were."""
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -272,6 +273,15 @@ def test_quantities_before_backward() -> None:
     ext = KBFGSQuantities()
     with unchanged(model), pytest.raises(MissingQuantitiesError, match="backward pass"):
         ext[model[0]]
+
+
+@both
+@pytest.mark.parametrize("trip", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_is_not_copied_without_its_model(cls: Any, trip: Callable[[Any], Any]) -> None:
+    """Rather than giving a copy that fails at its first step."""
+    model, optimizer = make(cls, 1)
+    with unchanged(model, optimizer), pytest.raises(TypeError, match="state_dict"):
+        trip(optimizer)
 
 
 @both

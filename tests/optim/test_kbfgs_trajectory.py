@@ -61,7 +61,7 @@ def gram_of_data(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> dict[st
 
 
 def H_G(state: dict[str, Tensor]) -> Tensor:
-    return state["H_G"] if "H_G" in state else compact_matrix(state["pairs"], state["K"], state["gamma"])
+    return state["H_G"] if "H_G" in state else compact_matrix(state["pairs_G"], state["K_G"], state["gamma_G"])
 
 
 def compare(optimizer: Any, model: nn.Module, reference: Any, twin: nn.Module, tol: float = 1e-10) -> None:
@@ -80,6 +80,7 @@ def compare(optimizer: Any, model: nn.Module, reference: Any, twin: nn.Module, t
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "KBFGS": {},
+    "KBFGSL-2": {"memory": 2},  # 2p < d_out in one layer, which then has the compact form; the others form H_G
     "KBFGSL-4": {"memory": 4},
     "KBFGSL-100": {"memory": 100},
 }
@@ -92,7 +93,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_ten_steps_equal_the_reference(variant: str, T: int, weight_decay: float, warm: bool) -> None:
     model, data = net(), batches()
     twin, memory = copy.deepcopy(model), VARIANTS[variant].get("memory")
-    common = {"lr": 0.1, "damping": 1.0, "weight_decay": weight_decay}
+    common = {"lr": 0.1, "damping": 0.7, "weight_decay": weight_decay}
     if memory is None:
         optimizer: Any = KBFGS(model, curvature_update_freq=T, **common)
     else:
@@ -116,6 +117,7 @@ def test_ten_steps_equal_the_reference(variant: str, T: int, weight_decay: float
     assert torch.equal(torch.get_rng_state(), end)  # the second pass draws nothing of its own
     compare(optimizer, model, reference, twin)
 
+    assert any("K_G" in optimizer.state[p] for p in model.parameters()) is (memory == 2)
     # The test says something only if there was curvature to learn.
     for name, state in reference.state.items():
         assert (state.H_G - state.H_G0).abs().max() > 0.01 * state.H_G0.abs().max(), name

@@ -116,6 +116,11 @@ def count(state: State, key: str, *events: Tensor) -> None:
         state[key] = happened
 
 
+def start_count(state: State, key: str, like: Tensor) -> None:
+    """Set the three counters of pairs (kept, damped, skipped) to zero; ``like`` has the shape [*B]."""
+    state[key] = torch.zeros(3, *like.shape, dtype=torch.int64, device=like.device)
+
+
 def times(H: Tensor, v: Tensor) -> Tensor:
     """H v: [*B, d, d], [*B, d] → [*B, d]."""
     return (H @ v.unsqueeze(-1)).squeeze(-1)

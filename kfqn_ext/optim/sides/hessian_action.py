@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.linalg import bfgs_update_, damped_inverse
-from kfqn_ext.optim.sides.base import InputSide, Kind, Seen, State, count, times
+from kfqn_ext.optim.sides.base import InputSide, Kind, Seen, State, count, start_count, times
 from kfqn_ext.optim.sides.pairs import check_memory, start_pairs, times_pairs, update_pairs
 
 
@@ -40,6 +40,8 @@ class HessianAction(InputSide):
 
     def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
         state["H_A"] = damped_inverse(A, damping)
+        start_count(state, "pairs_seen_A", damping)
+        state["leverage"] = torch.zeros_like(damping)
 
     def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
         # None in the very pass that measures A for the first H_A.
@@ -98,6 +100,8 @@ class LimitedHessianAction(InputSide):
 
     def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
         start_pairs(state, "A", A.diagonal(dim1=-2, dim2=-1), self.memory, 1.0 / damping)
+        start_count(state, "pairs_seen_A", damping)
+        state["leverage"] = torch.zeros_like(damping)
 
     def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
         return times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfqn_ext.linalg import bfgs_update_, powell_lm
 from kfqn_ext.linalg.pairs import common_scale, dot
-from kfqn_ext.optim.sides.base import Kind, Measured, OutputSide, Seen, State, count
+from kfqn_ext.optim.sides.base import Kind, Measured, OutputSide, Seen, State, count, start_count
 from kfqn_ext.optim.sides.pairs import check_memory, start_pairs, times_pairs, update_pairs
 
 PairDamping = Callable[[Tensor, Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]
@@ -86,6 +86,7 @@ class DenseSecant(Secant):
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         state["H_G"] = torch.diag_embed(self.initial(damping).unsqueeze(-1).expand_as(like)).contiguous()
         state["s_G"], state["y_G"] = torch.zeros_like(like), torch.zeros_like(like)
+        start_count(state, "pairs_seen_G", damping)
 
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         s, y, damped = self._damped_pair(state, seen, damping)
@@ -111,6 +112,7 @@ class LimitedSecant(Secant):
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         start_pairs(state, "G", like, self.memory, self.initial(damping))
         state["s_G"], state["y_G"] = torch.zeros_like(like), torch.zeros_like(like)
+        start_count(state, "pairs_seen_G", damping)
 
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         s, y, damped = self._damped_pair(state, seen, damping)

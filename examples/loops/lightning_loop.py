@@ -1,8 +1,9 @@
 """Lightning's manual optimization: the two phases around ``manual_backward``.
 
-Lightning's wrapper passes attributes on, so ``first_pass`` and ``second_pass`` are there; ``step`` takes no closure. One
-device: on several, the optimizer says that each would learn its curvature from its own share of the data. Needs
-``pip install kfqn-ext[examples]``; run with ``python examples/loops/lightning.py``.
+Lightning wraps the optimizer; its ``step`` goes through the wrapper, the phases are those of ``optimizer.optimizer``. One
+device: on several, the optimizer says that each would learn its curvature from its own share of the data. With automatic
+optimization the same optimizer works too: Lightning's closure repeats the batch, hooks of the module included. Needs
+``pip install kfqn-ext[examples]``; run with ``python examples/loops/lightning_loop.py``.
 """
 
 from typing import Any
@@ -35,14 +36,15 @@ class Classifier(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         optimizer: Any = self.optimizers()
+        phases: KBFGS = optimizer.optimizer
         optimizer.zero_grad()
-        with optimizer.first_pass():
+        with phases.first_pass():
             loss = self.loss(batch)
             self.manual_backward(loss)
         self.clip_gradients(optimizer, 10.0, "norm")
         optimizer.step()
-        if optimizer.second_pass_due:
-            with optimizer.second_pass():
+        if phases.second_pass_due:
+            with phases.second_pass():
                 self.manual_backward(self.loss(batch))
         self.losses.append(float(loss.detach()))
 

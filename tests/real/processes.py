@@ -1,0 +1,102 @@
+"""Two processes: quantities under DistributedDataParallel, averaged, equal those of the whole batch; the optimizer refuses.
+
+Run as a script with a rank and a file to meet at, it is one of the processes.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backpack import backpack
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kfqn_ext.extensions import KBFGSQuantities, extend
+from kfqn_ext.optim import KBFGS, Minibatch
+
+RANKS = 2
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(True), nn.Flatten(), nn.Linear(27, 3)).double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 2, 5, 5, dtype=torch.float64, generator=generator), torch.arange(8) % 3
+
+
+def averaged(value: Tensor) -> Tensor:
+    """One reduction after the backward pass; shards are equal, so the mean over ranks is the mean over data."""
+    value = value.clone()
+    distributed.all_reduce(value)
+    return value / RANKS
+
+
+def process(rank: int, meeting: str) -> None:
+    """Hooks hold on before and after wrapping, also with find_unused_parameters; every rank sees the whole batch's means."""
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    x, y = data()
+    plain, whole = extend(net()), KBFGSQuantities()
+    with backpack(whole):
+        F.cross_entropy(plain(x), y).backward()
+    shard = slice(rank * 4, rank * 4 + 4)
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True, "bucket_cap_mb": 1e-4}):
+        for extend_first in (True, False):
+            model = net()
+            if extend_first:
+                extend(model)
+            ddp = DistributedDataParallel(model, **options)
+            extend(model)
+            for _ in range(2):  # the first pass of DDP differs from the others
+                local = KBFGSQuantities()
+                ddp.zero_grad()
+                with backpack(local):
+                    F.cross_entropy(ddp(x[shard]), y[shard]).backward()
+            for i in (0, 3):
+                q, want = local[model[i]], whole[plain[i]]
+                for name in ("a_bar", "h_bar", "dh_bar"):
+                    torch.testing.assert_close(averaged(getattr(q, name)), getattr(want, name))
+                s = torch.ones_like(want.a_bar)
+                torch.testing.assert_close(averaged(q.A @ s), want.A @ s)
+                torch.testing.assert_close(model[i].weight.grad, plain[i].weight.grad)
+            # A pass that is not to be reduced: under no_sync, and the next reduced step is as before.
+            with ddp.no_sync(), backpack(KBFGSQuantities()):
+                F.cross_entropy(ddp(x[shard]), y[shard]).backward()
+    optimizer = KBFGS(net())
+    with pytest.raises(NotImplementedError, match=r"KBFGS in 2 processes.*copies of the model would drift apart"):
+        optimizer.step(Minibatch(optimizer._model, F.cross_entropy, x, y))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def two_processes() -> None:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.real.processes"]
+        running = [
+            subprocess.Popen(
+                [*command, str(rank), f"{folder}/meeting"], env=environment, cwd=root, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(RANKS)
+        ]
+        try:
+            for one in running:
+                _, error = one.communicate(timeout=240)
+                assert one.returncode == 0, error
+        finally:
+            for one in running:
+                one.kill()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    process(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,156 @@
+"""The support matrix: one list that the tests run and the documentation is generated from.
+
+A row says what a user's model or script does, what then happens, and why. ``check`` is the proof. The verdicts:
+
+* works: measured and preconditioned, as the reference says;
+* momentum: trains, and the parameters named take the momentum direction, as the optimizer's table says;
+* refused: an error or a warning says what was found, why it can't work, and what to write instead.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.real import loops, memory, models, processes, state, trainers
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the matrix."""
+
+    area: str
+    name: str
+    verdict: str
+    why: str
+    check: Callable[[], None]
+
+    @property
+    def id(self) -> str:
+        return f"{self.area}-{self.name}".lower().replace(" ", "-").replace(",", "").replace("`", "")
+
+
+def _rows(area: str, *rows: tuple[str, str, str, Callable[[], None]]) -> list[Row]:
+    return [Row(area, *row) for row in rows]
+
+
+W, M, R = "works", "momentum", "refused"
+ROWS: list[Row] = [
+    *_rows(
+        "models",
+        ("in-place activations", W, "a tensor hook keeps the gradient of the layer's own output", models.in_place_activation),
+        ("in-place sums", W, "`out += shortcut` after a layer, also `*=`", models.in_place_sum),
+        ("in-place on views", W, "the hook sits on the view's base", models.in_place_on_a_view),
+        ("in-place dropout", W, "the second pass draws the same mask", models.in_place_dropout),
+        ("module used twice", W, "its calls are merged as one batch", models.module_used_twice),
+        ("tied weights", M, "the gradient is a sum over several layers, no layer's own", models.tied_weights),
+        ("head tied to an embedding", M, "as tied weights; the other layers are preconditioned", models.embedding_tied_to_the_head),
+        ("unused layers", W, "no gradient: neither moved nor decayed; curvature starts when they are used", models.unused_layer),
+        ("frozen weight", M, "nothing is measured; a trainable bias beside it takes the momentum direction, with a warning", models.frozen_weight),
+        ("frozen bias", W, "the bias stays a coordinate of the block and does not move", models.frozen_bias),
+        ("frozen first layer", W, "the layers behind it are measured", models.frozen_first_layer),
+        ("subclasses", W, "a subclass that does not override `forward` computes h = W a", models.subclass),
+        ("subclasses with their own forward", M, "it may not compute h = W a; `kfqn_ext.geometry.register` teaches it", models.subclass_with_its_own_forward),
+        ("own layers", W, "`kfqn_ext.geometry.register(Kind, build)`", models.own_layer),
+        ("parametrized layers", M, "weight, spectral norm and others: the weight that is trained is not the one that multiplies", models.parametrized),
+        ("old weight_norm and spectral_norm", M, "as parametrized layers", models.old_weight_norm),
+        ("lazy layers", R, "no shape yet: run one forward pass, then build the optimizer; `extend` may come before", models.lazy_layers),
+        ("MultiheadAttention", M, "its projections are weights that no layer is called with", models.multihead_attention),
+        ("TransformerEncoderLayer", W, "linear1 and linear2; attention and norms take the momentum direction. With `batch_first=True`: dimension 0 is data", models.transformer_layer),
+        ("norms and embeddings", M, "not of the form h = W a: rate α/λ; the layers around them are preconditioned", models.norms_and_embeddings),
+        ("BatchNorm", W, "running statistics count a minibatch once; before it ∂h̄ = 0, and H_G stays I/λ_G", models.batch_norm),
+        ("transposed convolutions", M, "not of a registered kind", models.transposed_convolution),
+        ("unbatched inputs", W, "one datum; a 2-d input of a linear layer is a batch", models.unbatched_input),
+        ("keyword inputs", W, "`layer(input=x)`", models.keyword_input),
+        ("modules that return dictionaries", W, "only layers are hooked", models.dict_output),
+        ("cat, views, weighted sums", W, "nothing is propagated through the network", models.functional_forward),
+        ("squeezed outputs", W, "data are along dimension 0 of the layer's input, whatever the loss sees", models.squeezed_output),
+        ("sequences", W, "dimensions between the first and the last are locations", models.sequences),
+        ("strides that leave pixels over", W, "the layer's own arithmetic", models.border_pixels_left_over),
+        ("padding and locations", W, "λ_A = √|T|√λ with the true number of locations", models.true_number_of_locations),
+        ("checkpointing, not reentrant", W, "the hook fires once", models.checkpointing(False)),
+        ("checkpointing, reentrant", W, "also in the second pass", models.checkpointing(True)),
+        ("channels_last", W, "equal to the contiguous run", models.channels_last),
+        ("float64", W, "state is float64", models.double_precision),
+        ("bfloat16 parameters", W, "quantities and state are float32", models.low_precision_parameters),
+        ("DataParallel", R, "copies of the layers live for one forward pass", models.data_parallel),
+        ("DataParallel around a model in use", R, "the copy says so in the forward pass", models.replicas_of_data_parallel),
+        ("no layer at all", R, "use a `torch.optim` optimizer, or register the kind", models.no_layer_at_all),
+        *((f"torchvision {name}", W, "as its code is; see the table below", models.torchvision_family(name)) for name in models.SMALL),
+    ),
+    *_rows(
+        "loops",
+        ("gradient accumulation", W, "`first_pass(keep_inputs=True)`: equal to the big batch, curvature included", loops.accumulation("mean")),
+        ("gradient accumulation of a sum", W, "as above with `reduction=\"sum\"`", loops.accumulation("sum")),
+        ("gradient accumulation without keep_inputs", W, "no input is held; only the direction of the Hessian action is the first micro-batch's", loops.accumulation_without_kept_inputs),
+        ("gradient accumulation of KFAC", W, "Ω and Γ equal the big batch's", loops.accumulation_of_kfac),
+        ("second pass over other data", R, "a warning names the layer; nothing is learned", loops.a_second_pass_over_other_data),
+        ("several losses", W, "several backward passes through one forward pass add up", loops.several_losses),
+        ("several losses, factors", R, "Γ of a sum does not follow from its terms: add the losses up", loops.several_losses_of_squares),
+        ("retain_graph", W, "each pass is measured", loops.retained_graph),
+        ("two forwards, evaluation between", W, "each backward pass finds its own call's input", loops.two_forwards_and_an_evaluation),
+        ("auxiliary passes", W, "`autograd.grad(loss, x)` and `create_graph=True` are passed over; wrap them in `backpack.disable()` in a closure", loops.auxiliary_passes),
+        ("auxiliary pass in a closure", R, "not disabled, the second pass takes it for data: a warning, nothing learned", loops.auxiliary_pass_in_a_closure),
+        ("step without first_pass", R, "when curvature is due: a warning, and no older measurement is used", loops.measurements_are_used_once),
+        ("step without anything", R, "the error shows both forms", loops.step_without_a_closure),
+        ("backward(inputs=...)", W, "layers outside have no result, and reading one says why", loops.partial_backward),
+        ("gradients at the same address", W, "recognized as new", loops.equal_memory_of_gradients),
+        ("reduction sum", W, "say `reduction=\"sum\"`: a gradient carries no trace of it", loops.summed_loss),
+        ("losses over sequences", W, "ignored targets, class weights, means over all entries: as autograd", loops.losses_over_sequences),
+        ("last batch smaller", W, "means are per datum", loops.smaller_last_batch),
+        ("loss of one's own", W, "only layers are extended", loops.unextended_loss_and_own_forward),
+        ("autocast bfloat16", W, "quantities and state are float32", loops.autocast_bfloat16),
+        ("GradScaler", W, "`first_pass(loss_scale=scaler.get_scale())`, `second_pass(loss_scale=...)`", loops.grad_scaler),
+        ("float16 without its scale", R, "can't be seen in a gradient, so it must be said", loops.float16_needs_its_scale),
+        ("GradScaler with a closure", R, "by torch: use the two phases", loops.scaler_with_a_closure),
+        ("gradient clipping", W, "between the phases; the second pass is not disturbed", loops.clipping),
+        ("learning-rate schedulers", W, "every kind that torch has", loops.schedulers),
+        ("SWA, EMA, deepcopy of a model", W, "copies carry working hooks", loops.model_copies),
+        ("parameter groups", W, "lr, damping, T, weight decay; a layer split over two groups is an error", loops.groups),
+        ("unfreezing", W, "`add_param_group`", loops.unfreezing),
+        ("set_to_none", W, "both ways", loops.set_to_none),
+        ("closure or phases", W, "bit for bit the same", loops.closure_and_phases_agree),
+        ("torch.compile after", W, "graph breaks at the layers; build the optimizer first", loops.compiled_after),
+        ("torch.compile before", R, "compiled code runs no new hooks: a warning names each layer, which takes the momentum direction", loops.compiled_before),
+        ("torch.func and Hessian-vector products", W, "on an extended model", loops.functional_transforms),
+        ("no waiting for the device", W, "between curvature updates no number is read", loops.ordinary_step_never_waits),
+    ),
+    *_rows(
+        "state",
+        ("save, load, resume", W, "every optimizer, bit for bit", state.every_optimizer_resumes),
+        ("bfloat16 parameters", W, "H stays float32", state.bfloat16_parameters),
+        ("loading twice", W, "loaded state is a copy", state.loaded_twice),
+        ("schedulers built before or after", W, "rates are read from the groups at each step", state.around_schedulers),
+        ("older layouts", R, "by version", state.older_layout),
+        ("state of another optimizer or model", R, "before anything changes", state.other_optimizer_or_model),
+        ("safe loading", W, "`weights_only=True`", state.nothing_but_tensors),
+        ("a dead layer after resuming", W, "not moved", state.dead_layer_after_resuming),
+        ("distributed checkpoints", W, "the flat form, `StateDictOptions(flatten_optimizer_state_dict=True)`; the nested form needs `strict=False`", state.distributed_checkpoint),
+        ("pickle and deepcopy of an optimizer", R, "it belongs to its model: copy the two state_dicts", state.pickle_and_deepcopy),
+        ("between devices", W, "state goes to where the parameters are", state.moving_a_model),
+    ),
+    *_rows(
+        "memory",
+        ("forward without backward", W, "nothing is held", memory.forward_without_backward),
+        ("no_grad and inference_mode", W, "nothing is held", memory.without_gradients),
+        ("after backward", W, "with a probe, inputs are let go", memory.after_a_backward_pass),
+        ("exception in an extension", W, "hooks, context and modules as before", memory.exception_in_an_extension),
+        ("exception in a closure", W, "parameters, buffers and context as before", memory.exception_in_a_closure),
+        ("between steps", W, "nothing of the minibatch is alive", memory.between_steps),
+        ("1000 models", W, "no hook and no tensor stays", memory.a_thousand_models),
+        ("200 steps", W, "constant memory", memory.two_hundred_steps),
+        ("deleting", W, "frees optimizer, state and model", memory.deleted_optimizer),
+        ("gradients", W, "of the step before are not held", memory.no_copy_of_the_gradients),
+    ),
+    *_rows(
+        "processes",
+        ("DistributedDataParallel", R, "quantities work: local, and averaged over equal shards equal to the whole batch's; an optimizer in several processes refuses its first step, for its copies would drift apart", processes.two_processes),
+    ),
+    *_rows(
+        "trainers",
+        ("plain loop", W, "`examples/loops/plain.py`", trainers.plain),
+        ("Accelerate", W, "`examples/loops/accelerate_loop.py`", trainers.accelerate),
+        ("Lightning", W, "manual optimization, `examples/loops/lightning_loop.py`", trainers.lightning),
+        ("Lightning, automatic", W, "its closure repeats the batch; hooks and logs of the training step run twice when curvature is due", trainers.lightning_automatic),
+        ("phases of a trainer's wrapper", R, "what they measure would be lost: call those of `optimizer.optimizer`", trainers.phases_of_a_wrapper),
+        ("a closure after first_pass", R, "one form or the other; the empty closure of a trainer is fine", trainers.both_forms_at_once),
+    ),
+]  # fmt: skip
