@@ -11,22 +11,20 @@ from backpack.context import CTX
 from torch import Tensor, distributed, nn
 
 from kfqn_ext.extensions import KBFGSQuantities, extend
-from kfqn_ext.optim import blocks, descent
+from kfqn_ext.optim import blocks
 from kfqn_ext.optim.late_warning import LateWarning
+from kfqn_ext.optim.learner import LearningOptimizer
 from kfqn_ext.optim.measure import Measurement
-from kfqn_ext.optim.plan import Layer
-from kfqn_ext.optim.planned import PlannedOptimizer, Work
+from kfqn_ext.optim.planned import Work
 from kfqn_ext.optim.recipe import Recipe, SecondPass
 from kfqn_ext.optim.replay import Replay
 from kfqn_ext.optim.schedules import Schedule
-from kfqn_ext.optim.sides import Measured, Seen
-from kfqn_ext.optim.warm_start import measure_data
 
 Closure = Callable[[], Tensor]
 _NEVER_RAN = "A second pass was due and never ran: curvature was not updated. See second_pass_due."
 
 
-class KroneckerOptimizer(PlannedOptimizer):
+class KroneckerOptimizer(LearningOptimizer):
     """Steps p = H_G M H_A for each linear and convolutional layer of a model, as a recipe says.
 
     With M the momentum of the gradient, M ← βM + ∂W, and W = [weight, bias]::
@@ -79,13 +77,11 @@ class KroneckerOptimizer(PlannedOptimizer):
             ValueError: If a hyperparameter is out of range or the groups do not fit the layers.
             UnsupportedLayerError: If the model has no layer with a Kronecker block.
         """
-        self._reduction = reduction
         self._step_cap = step_cap
         self._replay = Replay(model)
         self._first: Measurement | None = None
         self._stepped = False  # since the first pass
         self._due: Work = []
-        self._refreshing: Work = []
         self._bad_batches = LateWarning("A batch had a gradient that is not finite; it changed nothing.")
         self._bad_second_passes = LateWarning("A second pass was not finite; nothing was learned from it.")
         defaults = {
@@ -99,40 +95,8 @@ class KroneckerOptimizer(PlannedOptimizer):
         if step_cap is not None and not step_cap > 0:
             raise ValueError(f"Invalid step_cap: {step_cap}. It must be positive, or None for no cap.")
         KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
-        super().__init__(model, params, recipe, defaults)
+        super().__init__(model, params, recipe, defaults, reduction)
         extend(model)
-
-    # ------------------------------------------------------------------ initial curvature
-
-    def warm_start(
-        self,
-        loader: Any,
-        forward: Callable[[Any], Any] | None = None,
-        progress: bool = True,
-    ) -> None:
-        """Make the initial curvature from a whole data set, as the paper does; without it, from the first minibatch.
-
-        A needs the layers' inputs only. A recipe with sampled targets also needs ``forward``, which must then run
-        the backward pass of a loss with such targets, for example ``lambda b: Minibatch(...).sampled(seed)``.
-        The model runs in the mode it is in; parameters, ``.grad``, buffers and random numbers are left as they were.
-
-        Args:
-            loader: Batches; of a tuple or list, the first entry is the model's input.
-            forward: Runs the model on one batch of the loader, where the above does not fit.
-            progress: Whether to show a progress bar.
-
-        Raises:
-            ValueError: If the loader is empty, or ``forward`` is needed and missing.
-        """
-        layers = [layer for layer, _ in self._layers()]
-        measured = measure_data(self._model, layers, self.recipe, self._reduction, loader, forward, progress)
-        for layer, group in self._layers():
-            if layer in measured:
-                self._start(layer, group, measured[layer])
-
-    def _start(self, layer: Layer, group: dict[str, Any], measured: Measured) -> None:
-        if not blocks.start(layer, self.state[layer.weight], self.recipe, group["damping"], measured):
-            self._rejected.add(layer)
 
     # ------------------------------------------------------------------ the two passes
 
@@ -245,46 +209,6 @@ class KroneckerOptimizer(PlannedOptimizer):
                 self._refresh()
         self._apply_schedules()  # a step that ends here used its own values to the end
 
-    def _probe(self, module: nn.Module, a_bar: Tensor) -> Tensor | None:
-        weight: Any = module.weight
-        return self.recipe.input_side.probe(self.state[weight], a_bar)
-
-    def _learn(self, due: Work, first: Measurement, second: Measurement | None, finite: Tensor) -> None:
-        """Start what has no curvature yet, and let the rest learn."""
-        for layer, group in due:
-            state = self.state[layer.weight]
-            measured = Measured() if second is None else second.of(layer.module)
-            seen = Seen(first.of(layer.module), measured, finite.to(layer.weight.device))
-            if not blocks.is_started(state):
-                if seen.second.factors is not None:
-                    self._start(layer, group, seen.second)
-            elif self._complete(layer, seen):
-                blocks.learn(layer, state, self.recipe, group["damping"], seen)
-
-    def _complete(self, layer: Layer, seen: Seen) -> bool:
-        """Whether both passes reached a layer, with the same data."""
-        if any(getattr(seen.first, kind) is None for kind in blocks.first_kinds(self.recipe)):
-            if layer.weight.grad is not None:
-                self._warn_once(
-                    f"Layer {layer.name} has a gradient but was not measured when its curvature was due (called "
-                    "through F.linear, compiled before it was extended, or backward() with create_graph=True?); it "
-                    "keeps what it has."
-                )
-            return False
-        if any(getattr(seen.second, kind) is None for kind in blocks.second_kinds(self.recipe)):
-            return False
-        before, after = seen.first.moments, seen.second.moments
-        if before is None or after is None:
-            return True
-        sizes = [(q.num_data, q.num_locations) for q in (before, after)]
-        if sizes[0] != sizes[1]:
-            self._warn_once(
-                f"Layer {layer.name} saw {sizes[0][0]} data at {sizes[0][1]:g} locations in the first pass and "
-                f"{sizes[1][0]} at {sizes[1][1]:g} in the second: it learned nothing from them. The second pass must "
-                "repeat the first, micro-batches included, and auxiliary passes belong outside both."
-            )
-        return sizes[0] == sizes[1]
-
     # ------------------------------------------------------------------ the step
 
     # torch's own closures return a float; a tensor spares the host from waiting for it.
@@ -339,15 +263,6 @@ class KroneckerOptimizer(PlannedOptimizer):
     def _is_asked_for_empty_state(self) -> bool:
         """Whether this is ``torch.distributed.checkpoint``: a first step at a rate of zero, for the state's keys."""
         return not self.state and self._first is None and all(float(group["lr"]) == 0 for group in self.param_groups)
-
-    def _make_empty_state(self) -> None:
-        self._state_is_empty = True
-        for layer, group in self._layers():
-            blocks.start_empty(layer, self.state[layer.weight], self.recipe, group["damping"])
-        others = [p for group in self.param_groups for p in group["params"] if p not in self.state]
-        for p in others:
-            covered = p in self._planned.covered
-            self.state[p] = {} if covered else {"momentum": torch.zeros_like(p, dtype=descent.working_dtype(p))}
 
     def _run_second_pass(self, closure: Any) -> None:
         if not self.second_pass_due:
@@ -424,21 +339,6 @@ class KroneckerOptimizer(PlannedOptimizer):
             )
         if self._step_cap is not None and loss is None:
             raise RuntimeError("step_cap compares the step with the loss: pass a closure that returns the loss.")
-
-    def _start_from(self, first: Measurement) -> None:
-        """Make the initial curvature of layers that the first pass alone can start."""
-        if "factors" in blocks.start_kinds(self.recipe):
-            return
-        for layer, group in self._layers():
-            measured = first.of(layer.module)
-            if measured.A is not None and not blocks.is_started(self.state.get(layer.weight)):
-                self._start(layer, group, measured)
-
-    def _refresh(self) -> None:
-        for layer, group in self._refreshing:
-            if blocks.is_started(self.state.get(layer.weight)):
-                blocks.refresh(layer, self.state[layer.weight], self.recipe, group["damping"])
-        self._refreshing = []
 
 
 def _check_loss_scale(measurement: Measurement) -> None:

@@ -1,0 +1,119 @@
+"""An optimizer of layers that knows how their curvature is made, learned and renewed, whatever its step loop does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfqn_ext.optim import blocks, descent
+from kfqn_ext.optim.measure import Measurement
+from kfqn_ext.optim.plan import Layer
+from kfqn_ext.optim.planned import PlannedOptimizer, Work
+from kfqn_ext.optim.recipe import Recipe
+from kfqn_ext.optim.sides import Measured, Seen
+from kfqn_ext.optim.warm_start import measure_data
+
+
+class LearningOptimizer(PlannedOptimizer):
+    """Curvature of all layers: made from data, learned from two passes, inverted again when that is due."""
+
+    def __init__(self, model: nn.Module, params: Any, recipe: Recipe, defaults: dict[str, Any], reduction: str) -> None:
+        """See :class:`PlannedOptimizer`; ``reduction`` is what the loss does over the data of a batch."""
+        self._reduction = reduction
+        self._refreshing: Work = []
+        super().__init__(model, params, recipe, defaults)
+
+    def warm_start(
+        self,
+        loader: Any,
+        forward: Callable[[Any], Any] | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Make the initial curvature from a whole data set, as the paper does; without it, from the first minibatch.
+
+        A needs the layers' inputs only. A recipe with sampled targets also needs ``forward``, which must then run
+        the backward pass of a loss with such targets, for example ``lambda b: Minibatch(...).sampled(seed)``.
+        The model runs in the mode it is in; parameters, ``.grad``, buffers and random numbers are left as they were.
+
+        Args:
+            loader: Batches; of a tuple or list, the first entry is the model's input.
+            forward: Runs the model on one batch of the loader, where the above does not fit.
+            progress: Whether to show a progress bar.
+
+        Raises:
+            ValueError: If the loader is empty, or ``forward`` is needed and missing.
+        """
+        layers = [layer for layer, _ in self._layers()]
+        measured = measure_data(self._model, layers, self.recipe, self._reduction, loader, forward, progress)
+        for layer, group in self._layers():
+            if layer in measured:
+                self._start(layer, group, measured[layer])
+
+    def _start(self, layer: Layer, group: dict[str, Any], measured: Measured) -> None:
+        if not blocks.start(layer, self.state[layer.weight], self.recipe, group["damping"], measured):
+            self._rejected.add(layer)
+
+    def _probe(self, module: nn.Module, a_bar: Tensor) -> Tensor | None:
+        weight: Any = module.weight
+        return self.recipe.input_side.probe(self.state[weight], a_bar)
+
+    def _learn(self, due: Work, first: Measurement, second: Measurement | None, finite: Tensor) -> None:
+        """Start what has no curvature yet, and let the rest learn."""
+        for layer, group in due:
+            state = self.state[layer.weight]
+            measured = Measured() if second is None else second.of(layer.module)
+            seen = Seen(first.of(layer.module), measured, finite.to(layer.weight.device))
+            if not blocks.is_started(state):
+                if seen.second.factors is not None:
+                    self._start(layer, group, seen.second)
+            elif self._complete(layer, seen):
+                blocks.learn(layer, state, self.recipe, group["damping"], seen)
+
+    def _complete(self, layer: Layer, seen: Seen) -> bool:
+        """Whether both passes reached a layer, with the same data."""
+        if any(getattr(seen.first, kind) is None for kind in blocks.first_kinds(self.recipe)):
+            if layer.weight.grad is not None:
+                self._warn_once(
+                    f"Layer {layer.name} has a gradient but was not measured when its curvature was due (called "
+                    "through F.linear, compiled before it was extended, or backward() with create_graph=True?); it "
+                    "keeps what it has."
+                )
+            return False
+        if any(getattr(seen.second, kind) is None for kind in blocks.second_kinds(self.recipe)):
+            return False
+        before, after = seen.first.moments, seen.second.moments
+        if before is None or after is None:
+            return True
+        sizes = [(q.num_data, q.num_locations) for q in (before, after)]
+        if sizes[0] != sizes[1]:
+            self._warn_once(
+                f"Layer {layer.name} saw {sizes[0][0]} data at {sizes[0][1]:g} locations in the first pass and "
+                f"{sizes[1][0]} at {sizes[1][1]:g} in the second: it learned nothing from them. The second pass must "
+                "repeat the first, micro-batches included, and auxiliary passes belong outside both."
+            )
+        return sizes[0] == sizes[1]
+
+    def _start_from(self, first: Measurement) -> None:
+        """Make the initial curvature of layers that the first pass alone can start."""
+        if "factors" in blocks.start_kinds(self.recipe):
+            return
+        for layer, group in self._layers():
+            measured = first.of(layer.module)
+            if measured.A is not None and not blocks.is_started(self.state.get(layer.weight)):
+                self._start(layer, group, measured)
+
+    def _refresh(self) -> None:
+        for layer, group in self._refreshing:
+            if blocks.is_started(self.state.get(layer.weight)):
+                blocks.refresh(layer, self.state[layer.weight], self.recipe, group["damping"])
+        self._refreshing = []
+
+    def _make_empty_state(self) -> None:
+        self._state_is_empty = True
+        for layer, group in self._layers():
+            blocks.start_empty(layer, self.state[layer.weight], self.recipe, group["damping"])
+        others = [p for group in self.param_groups for p in group["params"] if p not in self.state]
+        for p in others:
+            covered = p in self._planned.covered
+            self.state[p] = {} if covered else {"momentum": torch.zeros_like(p, dtype=descent.working_dtype(p))}
