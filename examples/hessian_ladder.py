@@ -152,8 +152,7 @@ def ladder(out: Path, data: Data, quick: bool) -> str:
         "batchnorm": (BatchNormNet, ["conv1"] if quick else ["conv1", "conv2", "last"]),
     }
     x, y = (t[: 16 if quick else 128] for t in data)
-    reports: dict[str, CurvatureReport] = {}
-    text = []
+    reports, text = dict[str, CurvatureReport](), list[str]()
     for name, (net, layers) in nets.items():
         torch.manual_seed(0)
         model = net()
@@ -230,15 +229,16 @@ def track(out: Path, data: Data, quick: bool) -> str:
 
 def track_table(net: str, layers: Sequence[str], tracks: Mapping[str, Any]) -> str:
     """The middle and the last measurement of every run, beside gradient descent with the same λ."""
-    head = ["run", "layer", "step", "H_A", "H_G", "H vs aim", "H vs (A⊗G+λI)⁻¹", "H vs (B+λI)⁻¹", "angle °", "share"]
-    rows = [[*head, "I/λ vs (B+λI)⁻¹", "angle °", "share"]]
+    columns = {"H_A": "H_A_error", "H_G": "H_G_error", "I/λ_G": "start_G_error", "H vs aim": "H_aim_error"}
+    columns |= {"H vs (A⊗G+λI)⁻¹": "H_error", "H vs (B+λI)⁻¹": "H_exact_error", "angle °": "angle", "share": "share"}
+    plain = {"I/λ vs (B+λI)⁻¹": "H_exact_error", "angle °": "angle", "share": "share"}
+    rows = [["run", "layer", "step", *columns, *plain]]
     for layer in layers:
         for run, reports in tracks.items():
             for step, report in (reports[0], reports[len(reports) // 2], reports[-1]):
                 held = next(row for row in report[layer].rows if row.label == "eq_18")
-                plain = report[layer, "λ I (gradient descent)"]
-                errors = [held.H_A_error, held.H_G_error, held.H_aim_error, held.H_error, held.H_exact_error]
-                values = [*errors, held.angle, held.share, plain.H_exact_error, plain.angle, plain.share]
+                beside = report[layer, "λ I (gradient descent)"]
+                values = [getattr(r, key) for r, keys in ((held, columns), (beside, plain)) for key in keys.values()]
                 rows.append([run, f"{net} {layer}", str(step), *(f"{v:.3g}".replace("nan", "–") for v in values)])
     return markdown(rows)
 

@@ -46,17 +46,18 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     start, paused = time.perf_counter(), 0.0
     if isinstance(optimizer, KBFGS | KBFGSL):
         optimizer.warm_start(train_data[0][:6000].split(500))  # a tenth of the data says enough about a first H_A
-    bar = TextColumn("epoch {task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*bar, TextColumn("loss {task.fields[loss]:.4f}  {task.fields[result]}")) as progress:
-        for epoch in range(args.epochs):
-            steps = len(train_data[0]) // args.batch_size
-            task = progress.add_task(str(epoch + 1), total=steps, loss=float("nan"), result="")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}"), transient=True) as progress:
+        task = progress.add_task("", total=len(train_data[0]) // args.batch_size, loss=float("nan"))
+        for epoch in range(1, args.epochs + 1):
+            progress.reset(task, description=f"epoch {epoch}")
             for loss in train_epoch(model, optimizer, train_data, args.batch_size):
                 progress.update(task, advance=1, loss=loss)
             seconds = time.perf_counter() - start - paused
-            train_loss, (_, accuracy) = evaluate(model, train_data)[0], evaluate(model, test_data)
+            train_loss, accuracy = evaluate(model, train_data)[0], evaluate(model, test_data)[1]
             paused = time.perf_counter() - start - seconds  # evaluation is no part of the training time
-            progress.update(task, loss=train_loss, result=f"test accuracy {accuracy:.2%}")
+            line = f"epoch {epoch}  train loss {train_loss:.5f}  test accuracy {accuracy:.2%}  {seconds:.0f} s"
+            progress.console.print(line, highlight=False)
             record["train_loss"].append(train_loss)
             record["test_accuracy"].append(accuracy)
             record["seconds"].append(round(seconds, 1))

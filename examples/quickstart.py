@@ -115,8 +115,6 @@ METHODS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "Adam": lambda model: Adam(model.parameters(), lr=3e-3),
     "SGD, momentum": lambda model: SGD(model.parameters(), lr=0.03, momentum=0.9),
 }
-
-
 BATCH_SIZE = 64
 
 

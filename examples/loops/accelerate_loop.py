@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: prepare as always, and take the two phases from the optimizer inside the wrapper.
 
-Accelerate's wrapper passes ``step`` and ``zero_grad`` on; the phases are methods of ``optimizer.optimizer``. One process:
-in several, each would learn its curvature from its own share of the data, and the optimizer says so. Needs
+Accelerate's wrapper passes ``step`` and ``zero_grad`` on; the phases are methods of ``optimizer.optimizer``. One
+process: in several, each would learn its curvature from its own share of the data, and the optimizer says so. Needs
 ``pip install kfqn-ext[examples]``; run with ``python examples/loops/accelerate_loop.py``.
 """
 

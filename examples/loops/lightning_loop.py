@@ -1,8 +1,8 @@
 """Lightning's manual optimization: the two phases around ``manual_backward``.
 
-Lightning wraps the optimizer; its ``step`` goes through the wrapper, the phases are those of ``optimizer.optimizer``. One
-device: on several, the optimizer says that each would learn its curvature from its own share of the data. With automatic
-optimization the same optimizer works too: Lightning's closure repeats the batch, hooks of the module included. Needs
+Lightning wraps the optimizer; ``step`` goes through the wrapper, the phases are those of ``optimizer.optimizer``. One
+device: on several, the optimizer says that each would learn its curvature from its own share of the data. Automatic
+optimization works too: Lightning's closure repeats the batch, hooks of the module included. Needs
 ``pip install kfqn-ext[examples]``; run with ``python examples/loops/lightning_loop.py``.
 """
 

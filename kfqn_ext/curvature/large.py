@@ -21,6 +21,7 @@ from kfqn_ext.curvature.factors import (
 )
 from kfqn_ext.curvature.krylov import nearest_kronecker_of_roots, spectral_norm
 from kfqn_ext.curvature.ladder import by_name, chosen_layers, default_damping, indefinite
+from kfqn_ext.curvature.measure import add_factor_errors
 from kfqn_ext.curvature.operators import KroneckerOperator, Multiplication, Operator, RootsOperator, ScaledIdentity
 from kfqn_ext.curvature.problem import LayerLoss, LossFn
 from kfqn_ext.curvature.products import HessianProduct, OutputHessian
@@ -201,8 +202,7 @@ class _LayerEstimate:
             row = Row(rung.name, rung.label, rung.damping or lam)
             self._add_norms(row, rung, probed, i)
             if rung.held is not None:
-                row.H_A_error = metrics.relative_error(rung.held.H_A, rung.held.aim_A)
-                row.H_G_error = metrics.relative_error(rung.held.H_G, rung.held.aim_G)
+                add_factor_errors(row, rung.held)
             self._add_direction(row, rung, lam, ends)
             values = self._add_spectrum(row, rung, exact, ends) if spectra and ends is not None else None
             report.add(row, values)

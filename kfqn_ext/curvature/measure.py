@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kfqn_ext.curvature import metrics
 from kfqn_ext.curvature.report import Row
-from kfqn_ext.curvature.rungs import Facts, Rung
+from kfqn_ext.curvature.rungs import Facts, Held, Rung
 from kfqn_ext.linalg.nearest import kron
 
 
@@ -110,10 +110,16 @@ class Yardstick:
         lam, held = rung.damping, rung.held
         H = torch.linalg.inv(rung.matrix) if held is None else kron(held.H_A, held.H_G)
         if held is not None:
-            row.H_A_error = metrics.relative_error(held.H_A, held.aim_A)
-            row.H_G_error = metrics.relative_error(held.H_G, held.aim_G)
+            add_factor_errors(row, held)
             row.H_aim_error = metrics.relative_error(H, kron(held.aim_A, held.aim_G))
         AG = kron(self.facts.A, self.facts.G)
         AG.diagonal(dim1=-2, dim2=-1).add_(lam)
         row.H_error = metrics.relative_error(H, torch.linalg.inv(AG))
         row.H_exact_error = metrics.relative_error(H, torch.linalg.inv(newton.damped))
+
+
+def add_factor_errors(row: Row, held: Held) -> None:
+    """Compare what an optimizer holds with what it aims at, factor by factor."""
+    row.H_A_error = metrics.relative_error(held.H_A, held.aim_A)
+    row.H_G_error = metrics.relative_error(held.H_G, held.aim_G)
+    row.start_G_error = metrics.relative_error(held.start_G, held.aim_G)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.curvature.lazy import need
-from kfqn_ext.curvature.report import GRADIENT, CurvatureReport, LayerReport
+from kfqn_ext.curvature.report import GRADIENT, HELD, CurvatureReport, LayerReport
 
 _HEAT_MAPS = 8
 
@@ -97,7 +97,7 @@ def _draw_spectra(axes: Any, layer: LayerReport) -> None:
     # A rung that equals the exact block would hide it.
     shown = {row.rung for row in layer.rows if row.rung == "exact block" or row.error > 1e-6}
     for i, (name, values) in enumerate((name, v) for name, v in layer.spectra.items() if name in shown):
-        colour = colours(i % 20)
+        colour = "black" if name == "exact block" else colours((i - 1) % 20)
         positive, negative = _sides(values)
         axes.plot(range(1, len(positive) + 1), positive, color=colour, label=name, linewidth=1.2)
         axes.plot(range(1, len(negative) + 1), negative, color=colour, linestyle=":", linewidth=1.2)
@@ -155,13 +155,14 @@ def plot_tracks(tracks: Mapping[str, Sequence[tuple[int, CurvatureReport]]], pat
 def _draw_track(
     ax: Any, reports: Sequence[tuple[int, CurvatureReport]], layer: str, quantity: str, colour: str, run: str
 ) -> None:
-    """Solid: what the optimizer holds. Dotted: gradient descent with the same λ, the mark to beat."""
-    for held, style in ((True, "-"), (False, ":")):
+    """Solid: what the optimizer holds. Dotted: gradient descent with the same λ, for H_G I / λ_G: the mark to beat."""
+    beside = ("start_G_error", HELD) if quantity == "H_G_error" else (quantity, GRADIENT)
+    for held, style, (number, ending) in ((True, "-", (quantity, HELD)), (False, ":", beside)):
         points = [
-            (step, getattr(row, quantity))
+            (step, getattr(row, number))
             for step, report in reports
             for row in report[layer].rows
-            if (row.label == "eq_18" if held else row.rung == GRADIENT)
+            if row.rung.endswith(ending)
         ]
         points = [(step, value) for step, value in points if math.isfinite(value)]
         if points:

@@ -41,6 +41,7 @@ class Row:
         H_A_error: Relative Frobenius error of a held H_A against the damped inverse it aims at, with this
             minibatch's A: (A + λ_A I)⁻¹.
         H_G_error: The same for H_G and (G + λ_G I)⁻¹; for KFAC, Γ in place of G.
+        start_G_error: The same for I / λ_G, from which H_G starts: what H_G must beat to have learned something.
         H_aim_error: The same for H_A ⊗ H_G and the product of both.
         H_error: Relative error of the inverse against (A ⊗ G + λI)⁻¹, of a rung that contains λ.
         H_exact_error: The same against (B + λI)⁻¹.
@@ -63,6 +64,7 @@ class Row:
     share: float = math.nan
     H_A_error: float = math.nan
     H_G_error: float = math.nan
+    start_G_error: float = math.nan
     H_aim_error: float = math.nan
     H_error: float = math.nan
     H_exact_error: float = math.nan
@@ -129,6 +131,7 @@ _COLUMNS: dict[str, tuple[str, str]] = {
     "share": ("share", "{:.2f}"),
     "H_A_error": ("H_A", "{:.3g}"),
     "H_G_error": ("H_G", "{:.3g}"),
+    "start_G_error": ("I/λ_G", "{:.3g}"),
     "H_aim_error": ("H vs aim", "{:.3g}"),
     "H_error": ("H vs A⊗G", "{:.3g}"),
     "H_exact_error": ("H vs exact", "{:.3g}"),

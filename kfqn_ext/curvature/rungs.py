@@ -98,6 +98,7 @@ class Held:
         damping: λ = λ_A λ_G, which the inverses contain.
         aim_A: (A + λ_A I)⁻¹ with this minibatch's A.
         aim_G: (G + λ_G I)⁻¹ with this minibatch's exact G; for an optimizer that keeps a Γ, Γ in place of G.
+        start_G: I / λ_G, from which K-BFGS's H_G starts.
     """
 
     H_A: Tensor
@@ -105,6 +106,7 @@ class Held:
     damping: float
     aim_A: Tensor
     aim_G: Tensor
+    start_G: Tensor
 
     @classmethod
     def of(cls, problem: LayerLoss, optimizer: HasState, facts: Facts) -> "Held | None":
@@ -120,7 +122,8 @@ class Held:
         lam = held_damping(optimizer, problem.weight) or 0.0
         split = getattr(getattr(optimizer, "recipe", None), "split", None)
         damping_A, damping_G = facts.spatial(lam) if split is None else split(lam, _Balance.of(facts))
-        aims = [torch.linalg.inv(plus(M, damping)) for M, damping in ((facts.A, damping_A), (G, damping_G))]
+        known = ((facts.A, damping_A), (G, damping_G), (torch.zeros_like(G), damping_G))
+        aims = [torch.linalg.inv(plus(M, damping)) for M, damping in known]
         return cls(H_A, H_G, float(torch.as_tensor(damping_A * damping_G).mean()), *aims)
 
 

@@ -6,7 +6,7 @@ keeps with the tensor's value at that time. Inside ``with backpack(ext):`` it ma
 ``ext(module, g_inp, g_out)``, so one extension serves models that were extended either way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,8 @@ _DATA_PARALLEL = (
     "Use one device, or one process for each device and reduce the quantities among them."
 )
 _input_gradients_only = False
+# Not in the oldest versions of torch: there, inputs live as long as the graph.
+_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def extend(model: nn.Module) -> nn.Module:
@@ -122,9 +124,19 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
             return
         watched = output._base
 
+    inputs = [x]
+
     def run(g: Tensor) -> None:
         if CTX.get_active_exts() and not torch.is_grad_enabled():  # enabled: with create_graph=True
-            _run_extensions(module, x, g.detach().reshape(shape))
+            if not inputs:
+                raise RuntimeError(
+                    f"The input of {module} is gone: an earlier backward pass stopped at its output. Use "
+                    "retain_graph=True in that pass."
+                )
+            _run_extensions(module, inputs[0], g.detach().reshape(shape))
+        if not _keeps_graph():
+            # Autograd lets its inputs go one by one as the pass proceeds; the hooks live until the graph is dropped.
+            inputs.clear()
 
     watched.register_hook(run)  # type: ignore[no-untyped-call]
 

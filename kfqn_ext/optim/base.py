@@ -199,8 +199,18 @@ class KroneckerOptimizer(LearningOptimizer):
         modules = [layer.module for layer, _ in due]
         wanted = {kind: modules for kind in blocks.second_kinds(self.recipe)}
         second = Measurement(wanted, self._reduction, lambda module, a_bar: None, loss_scale)
-        with self._replay.repeat(), backpack(*second.extensions):
-            yield
+        try:
+            with self._replay.repeat(), backpack(*second.extensions):
+                yield
+        except RuntimeError as error:
+            if "does not require grad" in str(error) and second.reached_nothing:
+                names = ", ".join(layer.name for layer, _ in due)
+                raise RuntimeError(
+                    f"The second pass called none of the layers that are due ({names}): they can't be measured where "
+                    "they are used through F.linear, or were compiled before they were extended. Call the modules, or "
+                    "leave these parameters to a torch.optim optimizer."
+                ) from error
+            raise
         _check_loss_scale(second)
         with torch.no_grad():
             self._bad_second_passes.note(second.not_finite().to(finite.device) & finite)
@@ -297,10 +307,10 @@ class KroneckerOptimizer(LearningOptimizer):
         due = [] if when is SecondPass.SAMPLED_BEFORE_STEP else [w for w in self._layers() if self._is_due(w[1])]
         if due and first is None:
             self._warn_once("step() ran without measurements when curvature was due; it was not updated.")
-        elif due and first is not None and when is SecondPass.NONE:
+        elif first is not None and when is SecondPass.NONE:
             self._learn(due, first, None, finite)
-        else:
-            self._due = due
+        elif first is not None:
+            self._due = [w for w in due if self._reached(w[0], first.of(w[0].module))]
         self._stepped = True
         if not self._due:
             self._first = None

@@ -70,15 +70,20 @@ class LearningOptimizer(PlannedOptimizer):
             elif self._complete(layer, seen):
                 blocks.learn(layer, state, self.recipe, group["damping"], seen)
 
+    def _reached(self, layer: Layer, first: Measured) -> bool:
+        """Whether the first pass measured a layer that is due."""
+        reached = all(getattr(first, kind) is not None for kind in blocks.first_kinds(self.recipe))
+        if not reached and layer.weight.grad is not None and blocks.is_started(self.state.get(layer.weight)):
+            self._warn_once(
+                f"Layer {layer.name} has a gradient but was not measured when its curvature was due (called through "
+                "F.linear, compiled before it was extended, or backward() with create_graph=True?); it keeps what it "
+                "has."
+            )
+        return reached
+
     def _complete(self, layer: Layer, seen: Seen) -> bool:
         """Whether both passes reached a layer, with the same data."""
-        if any(getattr(seen.first, kind) is None for kind in blocks.first_kinds(self.recipe)):
-            if layer.weight.grad is not None:
-                self._warn_once(
-                    f"Layer {layer.name} has a gradient but was not measured when its curvature was due (called "
-                    "through F.linear, compiled before it was extended, or backward() with create_graph=True?); it "
-                    "keeps what it has."
-                )
+        if not self._reached(layer, seen.first):
             return False
         if any(getattr(seen.second, kind) is None for kind in blocks.second_kinds(self.recipe)):
             return False

@@ -48,7 +48,12 @@ class Measurement:
     def only_empty_batches(self) -> bool:
         """Whether layers were reached, but never with a datum."""
         reached = any(ext.saw_empty_batch for ext in self._by_kind.values())
-        return reached and not any(len(ext) for ext in self._by_kind.values())
+        return reached and self.reached_nothing
+
+    @property
+    def reached_nothing(self) -> bool:
+        """Whether no layer was measured."""
+        return not any(len(ext) for ext in self._by_kind.values())
 
     @property
     def lacks_loss_scale(self) -> bool:

@@ -96,7 +96,7 @@ def _find_layers(model: nn.Module, group_of: dict[Tensor, int]) -> tuple[dict[Te
         if not is_layer(module):
             continue
         reason = refusal(module)
-        parameters = [p for p in module._parameters.values() if p is not None]
+        parameters = list(module.parameters())  # those of a parametrization included
         if reason is None and owners[module.weight] > 1:
             reason = "its weight belongs to several modules, and its gradient is the sum over all of them"
         if reason is not None:

@@ -24,7 +24,9 @@ SETTINGS: dict[str, Any] = {"lr": 0.1, "damping": 1.0, "curvature_update_freq": 
 
 def net() -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(True), nn.Flatten(), nn.Linear(36, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(True), nn.Flatten(), nn.Linear(36, 5), nn.Tanh(), nn.Linear(5, 3)
+    ).double()
 
 
 def close(a: Any, b: Any, tol: float = 1e-9) -> None:
@@ -299,7 +301,7 @@ def summed_loss() -> None:
 
 
 def losses_over_sequences() -> None:
-    """[N, C, T] cross entropy with ignored targets and class weights, squared errors over all entries: ∂h as autograd."""
+    """[N, C, T] cross entropy with ignored targets and class weights, squared errors: ∂h as autograd."""
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     x, y = torch.randn(6, 7, 5, dtype=F64), torch.randint(3, (6, 7))
     y[0, :3] = -100
@@ -325,7 +327,9 @@ def unextended_loss_and_own_forward() -> None:
     """Only the layers are extended: a loss of one's own needs nothing."""
     model = net()
     optimizer = KBFGS(model, **SETTINGS)
-    losses = [float(optimizer.step(Minibatch(model, lambda o, y: (o.logsumexp(1) - o[:, 0]).mean(), X, Y))) for _ in range(8)]
+    losses = [
+        float(optimizer.step(Minibatch(model, lambda o, y: (o.logsumexp(1) - o[:, 0]).mean(), X, Y))) for _ in range(8)
+    ]
     assert losses[-1] < losses[0]
 
 
@@ -353,7 +357,7 @@ def autocast_bfloat16() -> None:
 
 
 def grad_scaler() -> None:
-    """GradScaler through the two phases: the scale cancels, a skipped step leaves everything, and so does a changed scale."""
+    """GradScaler through the two phases: the scale cancels, also a new one, and a skipped step leaves everything."""
     pairs = []
     for scaled in (False, True):
         model = net()
@@ -397,9 +401,9 @@ def float16_needs_its_scale() -> None:
     def loss(scale: float) -> None:
         (F.cross_entropy(model(x).float(), y) * scale).backward()
 
-    with pytest.raises(RuntimeError, match=r"float16.*first_pass\(loss_scale=scaler.get_scale\(\)\)"):
-        with optimizer.first_pass():
-            loss(64.0)
+    said = r"float16.*first_pass\(loss_scale=scaler.get_scale\(\)\)"
+    with pytest.raises(RuntimeError, match=said), optimizer.first_pass():
+        loss(64.0)
     with pytest.raises(RuntimeError, match="float16"):
         optimizer.step(Minibatch(model, lambda o, t: F.cross_entropy(o.float(), t), x, y))
     found = []
@@ -594,7 +598,7 @@ def compiled_after() -> None:
 
 
 def compiled_before() -> None:
-    """Compiled and run before it is extended, the compiled code has no hooks: said by name, and it trains by momentum."""
+    """Compiled and run before it is extended, compiled code has no hooks: said by name; it trains by momentum."""
     model = net()
     compiled: Any = torch.compile(model, backend="eager")
     try:

@@ -15,15 +15,15 @@ Generated from the list that the tests run (`python -m tests.real.matrix`); each
 * **momentum**: trains; the parameters that no block covers take the momentum direction, as `repr(optimizer)` says.
 * **refused**: an error or a warning says what was found, why it can't work, and what to write instead.
 
-Data are along dimension 0 of a layer's input. With `batch_first=False` that is time: the layers train, with the roles of
-data and locations exchanged; prefer `batch_first=True`.
+Data are along dimension 0 of a layer's input. With `batch_first=False` that is time: the layers train, with the roles
+of data and locations exchanged; prefer `batch_first=True`.
 """
 FAMILIES = """
 ## torchvision's classification models
 
 Layers with a Kronecker block by the optimizer's table, of all Linear and Conv layers. Swin's attention multiplies with
-the weights of its `qkv` and `proj` layers without calling them: the optimizer notices in the first step, names them in a
-warning, and they take the momentum direction. ViT's `in_proj_weight` and `out_proj` belong to MultiheadAttention.
+the weights of its `qkv` and `proj` layers without calling them: the optimizer notices in the first step, names them in
+a warning, and they take the momentum direction. ViT's `in_proj_weight` and `out_proj` belong to MultiheadAttention.
 
 | family | model | layers | parameters in them |
 |---|---|---|---|
@@ -34,7 +34,10 @@ def text() -> str:
     lines = [HEADER]
     for area in dict.fromkeys(row.area for row in ROWS):
         lines += [f"\n## {area.capitalize()}\n\n| what | verdict | why, or how |\n|---|---|---|\n"]
-        lines += [f"| {row.name} | {row.verdict} | {row.why.replace(chr(124), chr(92) + chr(124))} |\n" for row in ROWS if row.area == area]
+        for row in ROWS:
+            if row.area == area:
+                why = row.why.replace("|", "\\|")
+                lines.append(f"| {row.name} | {row.verdict} | {why} |\n")
     lines.append(FAMILIES)
     for name, build in models.FAMILIES.items():
         blocks, layers, inside, total = models.covered(name)

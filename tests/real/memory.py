@@ -74,6 +74,32 @@ def after_a_backward_pass() -> None:
     freed(run)
 
 
+def during_a_backward_pass() -> None:
+    """An input is let go when autograd lets it go, not when the whole graph is dropped."""
+    model = extend(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+    x, held = batch()
+    loss = model(x).sum()
+    del x
+    loss.backward()
+    gc.collect()
+    assert held() is None and loss.grad_fn is not None  # the graph's nodes are still there
+
+
+def stopped_at_an_output() -> None:
+    """A pass that ends at a layer's output lets the input go; the next one says so, or works with retain_graph."""
+    for retain in (True, False):
+        layer, moments = extend(nn.Linear(6, 3)), KBFGSQuantities()
+        y = layer(torch.randn(4, 6))
+        (g,) = torch.autograd.grad(y.square().sum(), y, retain_graph=retain)
+        with backpack(moments):
+            if retain:
+                y.backward(g)
+                assert layer in moments
+            else:
+                with pytest.raises(RuntimeError, match="is gone.*retain_graph=True"):
+                    y.backward(g)
+
+
 def exception_in_an_extension() -> None:
     class Broken(KBFGSQuantities):
         def measure(self, module: nn.Module, layer: Any) -> Any:

@@ -88,7 +88,9 @@ def works(
 
 def in_place_activation() -> None:
     works(
-        nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(True), nn.Flatten(), nn.Linear(36, 5), nn.ReLU(True), nn.Linear(5, 3)),
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.ReLU(True), nn.Flatten(), nn.Linear(36, 5), nn.ReLU(True), nn.Linear(5, 3)
+        ),
         6, 2, 5, 5, layers=3,
     )  # fmt: skip
 
@@ -226,7 +228,7 @@ def multihead_attention() -> None:
     )
     works(
         net, 6, 3, 4, layers=1,
-        momentum=tuple(f"attention.{p}" for p in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")),
+        momentum=tuple(name for name, _ in net.named_parameters() if name.startswith("attention.")),
     )  # fmt: skip
 
 
@@ -418,12 +420,15 @@ def own_layer() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x, self.weight)
 
-
     from kfqn_ext.geometry import base
 
     register(Scaled, LinearGeometry.of)
     try:
-        net, x, moments = extend(nn.Sequential(nn.Linear(5, 5, dtype=F64), Scaled())), torch.randn(6, 5, dtype=F64), None
+        net, x, moments = (
+            extend(nn.Sequential(nn.Linear(5, 5, dtype=F64), Scaled())),
+            torch.randn(6, 5, dtype=F64),
+            None,
+        )
         moments = KBFGSQuantities()
         with backpack(moments):
             scalar(net(x)).backward()
@@ -509,7 +514,7 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
 
 
 def torchvision_family(name: str) -> Callable[[], None]:
-    """The family's code with little width: quantities of every layer that is called, and two steps of two optimizers."""
+    """The family's code with little width: quantities of every layer that is called, two steps of two optimizers."""
 
     def check() -> None:
         model: Any = SMALL[name]().double()
@@ -537,5 +542,3 @@ def torchvision_family(name: str) -> Callable[[], None]:
         assert all(p.isfinite().all() for p in model.parameters())
 
     return check
-
-

@@ -1,4 +1,4 @@
-"""Two processes: quantities under DistributedDataParallel, averaged, equal those of the whole batch; the optimizer refuses.
+"""Two processes: quantities under DistributedDataParallel, averaged, are the whole batch's; the optimizer refuses.
 
 Run as a script with a rank and a file to meet at, it is one of the processes.
 """
@@ -41,7 +41,7 @@ def averaged(value: Tensor) -> Tensor:
 
 
 def process(rank: int, meeting: str) -> None:
-    """Hooks hold on before and after wrapping, also with find_unused_parameters; every rank sees the whole batch's means."""
+    """Extended before or after wrapping, with every option: averages over ranks are those of the whole batch."""
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     x, y = data()
     plain, whole = extend(net()), KBFGSQuantities()

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a table: one row, one line)
 """The support matrix: one list that the tests run and the documentation is generated from.
 
 A row says what a user's model or script does, what then happens, and why. ``check`` is the proof. The verdicts:
@@ -132,6 +133,8 @@ ROWS: list[Row] = [
         ("forward without backward", W, "nothing is held", memory.forward_without_backward),
         ("no_grad and inference_mode", W, "nothing is held", memory.without_gradients),
         ("after backward", W, "with a probe, inputs are let go", memory.after_a_backward_pass),
+        ("during backward", W, "an input is let go as autograd lets it go: no more memory than without", memory.during_a_backward_pass),
+        ("backward that stops at an output", R, "lets the input go; `retain_graph=True` keeps it", memory.stopped_at_an_output),
         ("exception in an extension", W, "hooks, context and modules as before", memory.exception_in_an_extension),
         ("exception in a closure", W, "parameters, buffers and context as before", memory.exception_in_a_closure),
         ("between steps", W, "nothing of the minibatch is alive", memory.between_steps),

@@ -27,7 +27,7 @@ def test_the_matrix_in_the_documentation_is_up_to_date() -> None:
     assert matrix.FILE.read_text() == matrix.text(), "python -m tests.real.matrix"
 
 
-def tests_of(path: Path) -> set[str]:
+def functions_of(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
@@ -41,6 +41,6 @@ def test_every_report_of_the_field_has_a_test_that_exists() -> None:
         for one in ids:
             file, name = one.split("::")
             function, _, case = name.partition("[")
-            assert function in tests_of(ROOT / file), one
+            assert function in functions_of(ROOT / file), one
             if file.endswith("real/test_support.py") and case:
                 assert case.rstrip("]") in {row.id for row in ROWS}, one

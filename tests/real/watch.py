@@ -43,9 +43,10 @@ def watched(model: nn.Module, run: Run) -> dict[str, list[tuple[Tensor, Tensor]]
     for name, module in layers(twin).items():
         module.forward = record(name, module.forward)
     loss = run(twin)
+    seen = list(calls)  # checkpointing calls layers again in the backward pass
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    grads = torch.autograd.grad(loss, [zeros for _, _, zeros in calls], allow_unused=True) if calls else ()
-    for (name, x, _), g in zip(calls, grads, strict=True):
+    grads = torch.autograd.grad(loss, [zeros for _, _, zeros in seen], allow_unused=True) if seen else ()
+    for (name, x, _), g in zip(seen, grads, strict=True):
         if g is not None:
             found.setdefault(name, []).append((x, g))
     return found
