@@ -79,7 +79,7 @@ def _conv_cases() -> list[Case]:
         for mode, padding in itertools.product(MODES, ("same", sides)):
             cases.append(conv(dims, x, k=even, padding=padding, padding_mode=mode))
             cases.append(conv(dims, x, k=kernel, padding=padding, dilation=dilation, groups=2, padding_mode=mode))
-    # Strides that leave pixels of the padded border unused (BackPACK issue 30).
+    # Strides that leave pixels of the padded border unused (a fault that BackPACK once had).
     cases += [
         conv(2, (3, 4, 6, 6), k=3, stride=3, padding=2, dilation=2),
         conv(2, (3, 4, 6, 6), k=3, stride=3, padding=2, dilation=2, groups=2, bias=False),
