@@ -252,11 +252,15 @@ class KroneckerOptimizer(LearningOptimizer):
                 f"{type(self).__name__} samples targets from the model's predictive distribution, which a plain "
                 "closure can't. Pass a Minibatch, or use first_pass() and second_pass()."
             )
-        with torch.enable_grad(), self.first_pass():
-            loss = closure()
-        self._run_second_pass(closure)
-        self._advance(loss)
-        self._run_second_pass(closure)
+        try:
+            with torch.enable_grad(), self.first_pass():
+                loss = closure()
+            self._run_second_pass(closure)
+            self._advance(loss)
+            self._run_second_pass(closure)
+        except Exception:
+            self._first, self._due = None, []  # a minibatch that failed is not waiting for its step
+            raise
         return loss
 
     def _expect_empty(self, closure: Closure) -> None:

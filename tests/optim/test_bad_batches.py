@@ -33,8 +33,6 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
     "KBFGS, step cap": lambda model: KBFGS(model, step_cap=1.0, **COMMON),
 }
 each = pytest.mark.parametrize("name", MAKERS)
-# Counters of pairs, and the last pass's leverage: a person reads them, nothing is computed from them.
-FOR_READING = ("pairs_seen_A", "pairs_seen_G", "leverage")
 
 
 class Switch(nn.Module):
@@ -80,12 +78,11 @@ def batch(model: nn.Module, k: int, spoil: str = "") -> Minibatch:
 
 
 def snapshot(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Parameters and all state that anything is computed from, with the inverses formed."""
+    """Parameters and all state: momenta, inverses, moving averages, pairs, counters."""
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
-            if key not in FOR_READING:
-                found[f"{name} {key}"] = value.clone()
+            found[f"{name} {key}"] = value.clone()
     return found
 
 
@@ -95,7 +92,9 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def assert_finite(model: nn.Module, optimizer: Any) -> None:
-    assert not [name for name, value in snapshot(model, optimizer).items() if not torch.isfinite(value).all()]
+    found = snapshot(model, optimizer).items()
+    # The leverage of inputs that are too large is what it is; a person reads it, nothing is computed from it.
+    assert not [name for name, value in found if "leverage" not in name and not torch.isfinite(value).all()]
 
 
 def messages(step: Callable[[], Any]) -> list[str]:

@@ -113,18 +113,16 @@ def test_pairs_that_say_nothing_are_skipped() -> None:
     assert (linear.G.kept, linear.G.skipped) == (5, 0)
 
 
-def test_a_bad_batch_counts_as_skipped() -> None:
+def test_a_bad_batch_is_not_counted() -> None:
+    """It changes nothing, and has its own warning."""
     model = net()
     optimizer = KBFGS(model, **COMMON)
     optimizer.step(batch(model, 0))
-    bad = batch(model, 1)
+    before, bad = optimizer.diagnostics(), batch(model, 1)
     bad.x[0] = float("nan")
     with pytest.warns(UserWarning, match="not finite"):
         optimizer.step(bad)
-    for d in optimizer.diagnostics():
-        assert d.A is not None and d.G is not None
-        assert d.A.kept == d.A.skipped == d.G.kept == d.G.skipped
-        assert d.A.smallest > 0 and d.G.smallest > 0
+    assert optimizer.diagnostics() == before
 
 
 # ------------------------------------------------------------------ leverage

@@ -235,6 +235,16 @@ def test_ablations_are_what_their_names_say() -> None:
     assert (KBFGS.recipe.input_side, KBFGS.recipe.output_side) == (HessianAction(), DenseSecant())
 
 
+def test_limited_memory_for_H_A_keeps_no_matrix_of_its_size() -> None:
+    """p d_in numbers instead of d_in²."""
+    model = nn.Sequential(nn.Linear(200, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer = cell(input_side=LimitedHessianAction(memory=5))(model, lr=LR, damping=DAMPING, curvature_update_freq=1)
+    for _ in range(7):
+        optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(8, 200), torch.arange(8) % 3))
+    state = optimizer.state[model[0].weight]
+    assert state["pairs_A"].shape == (10, 201) and max(t.numel() for t in state.values()) == 2010
+
+
 # ------------------------------------------------------------------ algo_7
 
 
@@ -408,3 +418,15 @@ def test_kfac_without_a_closure(recipe: Any) -> None:
         sampled_pass(x)
     for p, q in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("damping", [1e-12, 1e-30])
+def test_kfac_survives_factors_that_are_singular_in_float32(damping: float) -> None:
+    """Equal data make Ω and Γ of rank one: a damping that float32 can't see is raised to what Cholesky needs."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = KFAC(model, lr=1e-6, damping=damping)
+    for _ in range(3):
+        optimizer.step(Minibatch(model, F.cross_entropy, torch.full((8, 6), 100.0), torch.zeros(8, dtype=torch.long)))
+    for d in optimizer.diagnostics():
+        assert d.A is not None and d.G is not None and d.A.smallest > 0 and d.G.smallest > 0
+    assert all(torch.isfinite(value).all() for state in optimizer.state.values() for value in state.values())

@@ -167,3 +167,5 @@ def test_a_closure_that_returns_no_loss_is_told_so() -> None:
     with pytest.raises(RuntimeError, match="step_cap compares the step with the loss"):
         optimizer.step(closure)  # type: ignore[arg-type]
     assert torch.equal(flat(model), before)
+    optimizer.step(batch(model, 0))  # and the next one is as good as ever
+    assert not torch.equal(flat(model), before)
