@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from kfqn_ext.curvature.problem import LayerLoss
 from kfqn_ext.curvature.products import OutputHessian, loss_hessian, one_tensor
@@ -34,7 +35,7 @@ def signs(like: Tensor, generator: torch.Generator) -> Tensor:
     return (2 * torch.randint(0, 2, like.shape, generator=generator, device=generator.device) - 1).to(like)
 
 
-def sampled_output_factor(hessian: OutputHessian, probes: int) -> Tensor:
+def sampled_output_factor(hessian: OutputHessian, probes: int, progress: bool = False) -> Tensor:
     """Estimate G = E_n[mean_t G_{t,t}(n)], ``eq_8``, with random signs on data and locations.
 
     Products with a sign for each datum and location keep, in expectation, what belongs to one location of one datum.
@@ -42,6 +43,7 @@ def sampled_output_factor(hessian: OutputHessian, probes: int) -> Tensor:
     Args:
         hessian: Products with the Hessian by the layer's outputs.
         probes: How many; d_out products each. For one location and independent data one probe is exact.
+        progress: Whether to show a progress bar.
 
     Returns:
         [G, d_out, d_out], symmetric.
@@ -51,7 +53,7 @@ def sampled_output_factor(hessian: OutputHessian, probes: int) -> Tensor:
     G = hessian.gradient.new_zeros(groups, d, d)
     for _ in range(probes):
         z = signs(hessian.gradient[..., 0], generator)
-        for i in range(d):
+        for i in tqdm(range(d), desc="rows of G", disable=not progress, leave=False):
             v = torch.zeros_like(hessian.gradient)
             v[..., i] = z
             G[:, i] += torch.einsum("ntg,ntgo->go", z, hessian(v)) / (T * probes)

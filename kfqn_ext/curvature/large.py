@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,8 +114,8 @@ def estimate_curvature(
     report = []
     for layer in chosen_layers(model, layers):
         problem = LayerLoss(model, loss_fn, x, y, layer, dtype)
-        estimate = _LayerEstimate(problem, by_name(optimizers), location_probes, memory_budget)
-        report.append(estimate.run(damping, probes, spectra, seed, progress))
+        estimate = _LayerEstimate(problem, by_name(optimizers), location_probes, memory_budget, progress)
+        report.append(estimate.run(damping, probes, spectra, seed))
     return CurvatureReport(report)
 
 
@@ -122,9 +123,16 @@ class _LayerEstimate:
     """One layer's operators and what is measured of them."""
 
     def __init__(
-        self, problem: LayerLoss, optimizers: Mapping[str, HasState], location_probes: int, memory_budget: int
+        self,
+        problem: LayerLoss,
+        optimizers: Mapping[str, HasState],
+        location_probes: int,
+        memory_budget: int,
+        progress: bool,
     ) -> None:
         self.problem, self.optimizers, self.notes = problem, optimizers, list[str]()
+        self.bar = partial(tqdm, disable=not progress, leave=False)
+        self.progress = progress
         self.roots: Tensor | None = None
         self._newton: dict[float, Tensor] = {}
         self.facts = self._measure(location_probes, memory_budget)
@@ -135,7 +143,7 @@ class _LayerEstimate:
         hessian = OutputHessian(self.problem)
         N, T = hessian.a.shape[:2]
         exact = T == 1 and not hessian.coupled and hessian.a.shape[2] == 1
-        G = sampled_output_factor(hessian, 1 if exact else location_probes)
+        G = sampled_output_factor(hessian, 1 if exact else location_probes, self.progress)
         if not exact:
             self.notes.append(f"G is estimated with {location_probes} random signs for each location.")
         if hessian.coupled:
@@ -186,7 +194,7 @@ class _LayerEstimate:
             A, G = (torch.stack(factors) for factors in zip(*nearest, strict=True))
             yield OperatorRung(f"{FLOOR} (of Gauss-Newton)", "", KroneckerOperator(*self._blocks((A, G))))
 
-    def run(self, damping: float | None, probes: int, spectra: bool, seed: int, progress: bool) -> LayerReport:
+    def run(self, damping: float | None, probes: int, spectra: bool, seed: int) -> LayerReport:
         """Measure all rungs."""
         like, exact = self.problem.W.detach(), Multiplication(self.hessian)
         ends = exact.extremes(like) if spectra or damping is None else None
@@ -194,11 +202,11 @@ class _LayerEstimate:
         self.notes += [] if ends is None else indefinite(float(ends[0]), lam)
         rungs = [OperatorRung("exact block", "", exact), *self._rungs(lam)]
         identity = Multiplication(lambda V: V)
-        rounds = tqdm(range(probes), desc=f"{self.problem.name}: probes", disable=not progress, leave=False)
+        rounds = self.bar(range(probes), desc=f"{self.problem.name}: probes")
         probed = Probed.of([r.operator for r in rungs] + [identity], like, probes, seed, rounds)
         sizes = (self.facts.num_data, self.facts.num_locations)
         report = LayerReport(self.problem.name, self.problem.geometry, *sizes, self.notes)
-        for i, rung in enumerate(tqdm(rungs, desc=f"{self.problem.name}: rungs", disable=not progress, leave=False)):
+        for i, rung in enumerate(self.bar(rungs, desc=f"{self.problem.name}: rungs")):
             row = Row(rung.name, rung.label, rung.damping or lam)
             self._add_norms(row, rung, probed, i)
             if rung.held is not None:
