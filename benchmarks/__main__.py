@@ -1,4 +1,4 @@
-"""Run the benchmarks: ``python -m benchmarks``, or one of them with its own options, ``python -m benchmarks.overhead``."""
+"""Run the benchmarks: ``python -m benchmarks``; one of them with its options: ``python -m benchmarks.overhead``."""
 
 from benchmarks import overhead
 
