@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from kfqn_ext.errors import MissingQuantitiesError
-from kfqn_ext.geometry import LayerPass, geometry_of
+from kfqn_ext.geometry import LayerPass, Subsampling, geometry_of
 
 Q = TypeVar("Q")
 
@@ -56,7 +56,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         self,
         savefield: str,
         reduction: str = "mean",
-        subsampling: list[int] | None = None,
+        subsampling: Subsampling = None,
         accumulate: bool = False,
         modules: Iterable[nn.Module] | None = None,
     ) -> None:
@@ -66,7 +66,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             savefield: Attribute of the weight that mirrors the result.
             reduction: "mean" or "sum": what the loss does over the data of a batch. The gradient that reaches a
                 layer carries no trace of it, and quantities are per datum.
-            subsampling: Indices of the data of each batch to measure; all where None.
+            subsampling: Which data of each batch to measure: indices, a share (its first data, rounded up), or None for
+                all.
             accumulate: Merge over backward passes (micro-batches) too, until :meth:`clear`.
             modules: Measure these layers only, whether or not their weight needs a gradient.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
-from kfqn_ext.geometry import LayerPass
+from kfqn_ext.geometry import LayerPass, Subsampling
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class InputGram(LayerExtension[Gram]):
 
     def __init__(
         self,
-        subsampling: list[int] | None = None,
+        subsampling: Subsampling = None,
         accumulate: bool = False,
         modules: Iterable[nn.Module] | None = None,
     ) -> None:

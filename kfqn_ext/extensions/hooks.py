@@ -6,7 +6,7 @@ keeps with the tensor's value at that time. Inside ``with backpack(ext):`` it ma
 ``ext(module, g_inp, g_out)``, so one extension serves models that were extended either way.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ _DATA_PARALLEL = (
     "nn.DataParallel runs copies of the layers, which live for one forward pass: what is measured on them is lost. "
     "Use one device, or one process for each device and reduce the quantities among them."
 )
-_input_gradients_only = False
+_input_gradients_only: frozenset[nn.Module] = frozenset()  # layers that are to have an output gradient
 # Not in the oldest versions of torch: there, inputs live as long as the graph.
 _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
@@ -73,14 +73,15 @@ def unextend(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def input_gradients_only(model: nn.Module) -> Iterator[None]:
-    """Run forward-backward passes that reach every extended layer but compute no parameter's gradient.
+def input_gradients_only(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> Iterator[None]:
+    """Run forward-backward passes that reach extended layers but compute no parameter's gradient.
 
     Parameters are frozen, and a layer whose output would then not need a gradient gets one through a zero that is
-    added to its output. No ``.grad`` changes.
+    added to its output. No ``.grad`` changes. Below the first of the layers, autograd has nothing to do.
 
     Args:
         model: An extended model.
+        layers: The layers that are to be reached; all of the model's where None.
 
     Yields:
         Nothing.
@@ -89,7 +90,7 @@ def input_gradients_only(model: nn.Module) -> Iterator[None]:
     trained = [p for p in model.parameters() if p.requires_grad]
     before = _input_gradients_only
     try:
-        _input_gradients_only = True
+        _input_gradients_only = frozenset(model.modules() if layers is None else layers)
         for p in trained:
             p.requires_grad_(False)
         yield
@@ -108,7 +109,7 @@ def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return None  # BackPACK's own hook serves this module
     if "_is_replica" in module.__dict__:
         raise UnsupportedLayerError(_DATA_PARALLEL)
-    replaced = _input_gradients_only and not output.requires_grad
+    replaced = module in _input_gradients_only and not output.requires_grad
     if replaced:
         output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
     if output.requires_grad:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.extensions.base import LayerExtension
-from kfqn_ext.geometry import LayerGeometry, LayerPass
+from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling
 
 # Sums over data and locations are pairwise: their relative error is a few ε whatever the number of terms.
 _ROUNDING = 16.0
@@ -125,7 +125,7 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
     def __init__(
         self,
         reduction: str = "mean",
-        subsampling: list[int] | None = None,
+        subsampling: Subsampling = None,
         probe: Probe | None = None,
         accumulate: bool = False,
         modules: Iterable[nn.Module] | None = None,
@@ -134,7 +134,8 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
 
         Args:
             reduction: "mean" or "sum": what the loss does over the data of a batch.
-            subsampling: Indices of the data of each batch to measure; all where None.
+            subsampling: Which data of each batch to measure: indices, a share (its first data, rounded up), or None for
+                all.
             probe: ``f(module, a_bar) -> s``. A s is then computed at once and the input let go (where s is None,
                 just let go); otherwise the result holds the layer's input for as long as it lives. A layer that is
                 called several times in a pass is probed with its first call's ā.
@@ -183,7 +184,7 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
         A = GramOperator(geometry, (layer.x,))
         return LayerMoments(
             a_bar=a_bar,
-            h_bar=(layer.W @ a_bar.unsqueeze(-1)).squeeze(-1),
+            h_bar=geometry.multiply(layer.weight, layer.bias, a_bar),
             dh_bar=geometry.sum_outputs(layer.g) * mean,
             dh_noise=geometry.sum_abs_outputs(layer.g) * (mean * _ROUNDING * layer.eps),
             num_data=layer.num_data,

@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
-from kfqn_ext.geometry import LayerPass
+from kfqn_ext.geometry import LayerPass, Subsampling
 
 
 class _Counted(Protocol):
@@ -72,7 +72,7 @@ class KFACFactors(LayerExtension[KroneckerFactors]):
     def __init__(
         self,
         reduction: str = "mean",
-        subsampling: list[int] | None = None,
+        subsampling: Subsampling = None,
         accumulate: bool = False,
         modules: Iterable[nn.Module] | None = None,
     ) -> None:

@@ -50,6 +50,12 @@ class LayerGeometry(ABC):
         """Join tensors shaped like the layer's parameters to W = [weight, bias], ``eq_19``: [*B, d_out, d_in]."""
         return self.write_matrix(weight.new_zeros(self.matrix_shape), weight, bias)
 
+    def multiply(self, weight: Tensor, bias: Tensor | None, a: Tensor) -> Tensor:
+        """W a for W = [weight, bias], which is not joined: [*B, d_in] → [*B, d_out]."""
+        inner = self.d_in - self.has_bias
+        h = (weight.reshape(*self.blocks, self.d_out, inner) @ a[..., :inner].unsqueeze(-1)).squeeze(-1)
+        return h if bias is None else h + bias.reshape(*self.blocks, self.d_out) * a[..., inner:]
+
     def columns(self, W: Tensor, weight_shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Split a matrix into views shaped like the weight and like the bias (None without one)."""
         weight = W[..., : self.d_in - self.has_bias].reshape(weight_shape)

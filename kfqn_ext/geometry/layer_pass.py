@@ -1,5 +1,6 @@
 """What one layer saw in one forward-backward pass: all that a quantity may be computed from."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -7,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from kfqn_ext.geometry.base import LayerGeometry
+
+# Which data of a batch: indices, a share of the batch (its first data, rounded up), or None for all.
+Subsampling = list[int] | float | None
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class LayerPass:
         num_locations: |T|.
         grad_scale: What turns ``g`` into gradients of a single datum's loss: N where the loss is a mean over data,
             1 where it is a sum, over the loss's scale.
-        W: The layer's matrix at the time of the pass, [*B, d_out, d_in].
+        weight: The layer's weight at the time of the pass, not a copy.
+        bias: The layer's bias, or None.
         eps: Relative rounding error of the gradient as it arrived.
     """
 
@@ -31,7 +36,8 @@ class LayerPass:
     num_data: int
     num_locations: int
     grad_scale: float
-    W: Tensor
+    weight: Tensor
+    bias: Tensor | None
     eps: float
 
     @classmethod
@@ -42,7 +48,7 @@ class LayerPass:
         x: Tensor,
         g: Tensor,
         reduction: str,
-        subsampling: list[int] | None = None,
+        subsampling: Subsampling = None,
         loss_scale: float = 1.0,
     ) -> "LayerPass":
         """Cast to the working dtype (float32 at least), batch, and subsample.
@@ -53,7 +59,7 @@ class LayerPass:
             x: Its input, as it received it.
             g: Gradient by its output.
             reduction: "mean" or "sum": what the loss does over data.
-            subsampling: Indices of the data to use; all where None.
+            subsampling: Which data to use: indices, a share of the batch, or None for all.
             loss_scale: What the loss was multiplied with to keep its gradients in range.
 
         Returns:
@@ -64,7 +70,10 @@ class LayerPass:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         x, g = geometry.as_batch(x.detach()), geometry.as_batch(g.detach())
         total = x.shape[0]
-        if subsampling is not None:
+        if isinstance(subsampling, float):
+            part = part_size(total, subsampling)
+            x, g = x[:part], g[:part]
+        elif subsampling is not None:
             x, g = x[subsampling], g[subsampling]
         return cls(
             geometry=geometry,
@@ -73,6 +82,12 @@ class LayerPass:
             num_data=x.shape[0],
             num_locations=geometry.num_locations(g),
             grad_scale=(total if reduction == "mean" else 1.0) / loss_scale,
-            W=geometry.matrix(weight.to(dtype), None if bias is None else bias.detach()),
+            weight=weight.to(dtype),
+            bias=None if bias is None else bias.detach().to(dtype),
             eps=torch.finfo(g.dtype).eps,
         )
+
+
+def part_size(total: int, share: float) -> int:
+    """How many data a share of a batch has, rounded up."""
+    return math.ceil(total * share)

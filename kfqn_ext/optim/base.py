@@ -1,6 +1,5 @@
 """The step loop that all members of the family share: two passes over a minibatch, one direction, one update."""
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, distributed, nn
 
 from kfqn_ext.extensions import KBFGSQuantities, extend
 from kfqn_ext.optim import blocks
+from kfqn_ext.optim.gradient_watch import GradientWatch
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.learner import LearningOptimizer
 from kfqn_ext.optim.measure import Measurement
@@ -19,6 +19,7 @@ from kfqn_ext.optim.planned import Work
 from kfqn_ext.optim.recipe import Recipe, SecondPass
 from kfqn_ext.optim.replay import Replay
 from kfqn_ext.optim.schedules import Schedule
+from kfqn_ext.optim.shifts import Normalizers
 
 Closure = Callable[[], Tensor]
 _NEVER_RAN = "A second pass was due and never ran: curvature was not updated. See second_pass_due."
@@ -53,6 +54,8 @@ class KroneckerOptimizer(LearningOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         step_cap: float | None = None,
+        direction_dtype: torch.dtype | None = None,
+        second_pass_fraction: float = 1.0,
         reduction: str = "mean",
     ) -> None:
         """Plan the treatment of every parameter, then extend the model.
@@ -60,7 +63,7 @@ class KroneckerOptimizer(LearningOptimizer):
         Args:
             model: The model; :func:`kfqn_ext.extend` is called on it.
             params: Parameters or groups of them, as for any ``torch.optim`` optimizer; all of the model's if None.
-                Every hyperparameter but ``step_cap`` and ``reduction`` can be set by group.
+                Every hyperparameter but ``step_cap``, ``second_pass_fraction`` and ``reduction`` can be set by group.
             recipe: The row of the table.
             lr: α ≥ 0. A function of the step k = 1, 2, … makes a schedule, here and below.
             damping: λ > 0, in units of the loss's second derivative.
@@ -71,6 +74,10 @@ class KroneckerOptimizer(LearningOptimizer):
             weight_decay: γ ≥ 0, decoupled from the momentum.
             step_cap: κ: shorten the step where its squared length in the preconditioned norm, α² Σ⟨p, M⟩, exceeds
                 κ |f|, a share of the loss. Needs the closure's loss.
+            direction_dtype: dtype of the products H_G M H_A, from copies of dense inverses that are renewed when these
+                change. None for the inverses' own. ``torch.bfloat16`` costs a fraction where the device has it.
+            second_pass_fraction: In (0, 1]: share of the minibatch, its first data, that tells what curvature is; the
+                gradient is always the whole minibatch's. Needs a loss that weights all data alike.
             reduction: "mean" or "sum": what the loss does over the data of a batch.
 
         Raises:
@@ -82,6 +89,11 @@ class KroneckerOptimizer(LearningOptimizer):
         self._first: Measurement | None = None
         self._stepped = False  # since the first pass
         self._due: Work = []
+        self._share = second_pass_fraction
+        # What is compared between the two passes must be of the same data.
+        repeats = recipe.second_pass is SecondPass.REPEAT_AFTER_STEP
+        self._first_pass_share = second_pass_fraction if repeats else 1.0
+        self._normalizers_seen: Normalizers | None = None
         self._bad_batches = LateWarning("A batch had a gradient that is not finite; it changed nothing.")
         self._bad_second_passes = LateWarning("A second pass was not finite; nothing was learned from it.")
         defaults = {
@@ -91,9 +103,12 @@ class KroneckerOptimizer(LearningOptimizer):
             "inverse_update_freq": inverse_update_freq,
             "momentum": momentum,
             "weight_decay": weight_decay,
+            "direction_dtype": direction_dtype,
         }
         if step_cap is not None and not step_cap > 0:
             raise ValueError(f"Invalid step_cap: {step_cap}. It must be positive, or None for no cap.")
+        if not 0 < second_pass_fraction <= 1:
+            raise ValueError(f"Invalid second_pass_fraction: {second_pass_fraction}. It must be in (0, 1].")
         KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
         super().__init__(model, params, recipe, defaults, reduction)
         extend(model)
@@ -119,7 +134,7 @@ class KroneckerOptimizer(LearningOptimizer):
         Raises:
             RuntimeError: If the body runs no backward pass, or one in float16 without a ``loss_scale``; on a wrapper.
             NotImplementedError: In several processes.
-            ValueError: If all batches are empty.
+            ValueError: If all batches are empty; if a part of the minibatch would not be computed as within the whole.
         """
         self._check_surroundings()
         if self._state_is_empty:  # and nothing was loaded into it
@@ -132,18 +147,24 @@ class KroneckerOptimizer(LearningOptimizer):
         self._apply_schedules()
         trained = [(layer, group) for layer, group in self._layers() if layer.weight.requires_grad]
         due = {layer.module for layer, group in trained if self._is_due(group)}
+        if due and self._first_pass_share < 1:
+            self._replay.check_repeatable_in_part()
         fresh = {layer.module for layer, _ in trained if not blocks.is_started(self.state.get(layer.weight))}
         wanted = {kind: due for kind in blocks.first_kinds(self.recipe)}
         for kind in blocks.start_kinds(self.recipe) - {"factors"}:
             wanted[kind] = wanted.get(kind, set()) | fresh
         probe = None if keep_inputs else self._probe
-        measurement = Measurement(wanted, self._reduction, probe, loss_scale)
-        before = self._versions()
+        measurement = Measurement(wanted, self._reduction, probe, loss_scale, self._first_pass_share)
+        gradients = self._watch_gradients()
         if self.recipe.second_pass is not SecondPass.NONE and (due or fresh):
             self._replay.record()
-        with backpack(*CTX.get_active_exts(), *measurement.extensions, extension_hook=CTX.get_extension_hook()):
+        extensions = (*CTX.get_active_exts(), *measurement.extensions)
+        with (
+            backpack(*extensions, extension_hook=CTX.get_extension_hook()),
+            self._look_for_normalizers(due) as self._normalizers_seen,
+        ):
             yield
-        if self._unchanged_since(before):
+        if not gradients.changed:
             raise RuntimeError("No gradient changed in the first pass: it must run loss.backward().")
         _check_loss_scale(measurement)
         if measurement.only_empty_batches:
@@ -154,16 +175,8 @@ class KroneckerOptimizer(LearningOptimizer):
             now = fresh | due if self.recipe.second_pass is SecondPass.SAMPLED_BEFORE_STEP else fresh
             self._due = [w for w in reached if w[0].module in now]
 
-    def _all_gradients(self) -> list[Tensor | None]:
-        return [p.grad for group in self.param_groups for p in group["params"]]
-
-    def _versions(self) -> list[tuple[Callable[[], Tensor | None], int]]:
-        """Which tensors hold the gradients, and how often they were written to; without keeping them alive."""
-        return [(lambda: None, 0) if g is None else (weakref.ref(g), g._version) for g in self._all_gradients()]
-
-    def _unchanged_since(self, before: list[tuple[Callable[[], Tensor | None], int]]) -> bool:
-        after = zip(before, self._all_gradients(), strict=True)
-        return all(seen() is g and (g is None or version == g._version) for (seen, version), g in after)
+    def _watch_gradients(self) -> GradientWatch:
+        return GradientWatch(p for group in self.param_groups for p in group["params"])
 
     @property
     def second_pass_due(self) -> bool:
@@ -200,7 +213,7 @@ class KroneckerOptimizer(LearningOptimizer):
         wanted = {kind: modules for kind in blocks.second_kinds(self.recipe)}
         second = Measurement(wanted, self._reduction, lambda module, a_bar: None, loss_scale)
         try:
-            with self._replay.repeat(), backpack(*second.extensions):
+            with self._replay.repeat(modules), backpack(*second.extensions):
                 yield
         except RuntimeError as error:
             if "does not require grad" in str(error) and second.reached_nothing:
@@ -236,7 +249,7 @@ class KroneckerOptimizer(LearningOptimizer):
 
         Raises:
             RuntimeError: If no backward pass has left a gradient, or no curvature was ever measured.
-            TypeError: If targets must be sampled and the closure cannot do that.
+            TypeError: If targets must be sampled, or a part of the minibatch run, and the closure cannot do that.
         """
         if closure is not None and self._first is not None and not self._stepped:
             self._expect_empty(closure)
@@ -252,6 +265,11 @@ class KroneckerOptimizer(LearningOptimizer):
                 f"{type(self).__name__} samples targets from the model's predictive distribution, which a plain "
                 "closure can't. Pass a Minibatch, or use first_pass() and second_pass()."
             )
+        if self._share < 1 and not hasattr(closure, "part"):
+            raise TypeError(
+                f"second_pass_fraction={self._share}, but a plain closure can't run a part of its minibatch. Pass a "
+                "Minibatch, or run the first data of the minibatch yourself in first_pass() and second_pass()."
+            )
         try:
             with torch.enable_grad(), self.first_pass():
                 loss = closure()
@@ -265,10 +283,10 @@ class KroneckerOptimizer(LearningOptimizer):
 
     def _expect_empty(self, closure: Closure) -> None:
         """Call the closure that a trainer passes to ``step`` where its user passes none, after a first pass."""
-        before = self._versions()
+        gradients = self._watch_gradients()
         with torch.enable_grad():
             closure()
-        if not self._unchanged_since(before):
+        if gradients.changed:
             raise RuntimeError(
                 "step(closure) after first_pass(): the minibatch was measured already, and the closure ran another "
                 "backward pass. Use step() after first_pass(), or step(closure) alone."
@@ -284,11 +302,12 @@ class KroneckerOptimizer(LearningOptimizer):
         # From the global random numbers, so that a resumed run samples as the uninterrupted one; the pass itself
         # replays those of the first.
         seed = int(torch.randint(2**62, ())) if self.recipe.second_pass.sampled else 0
+        part = closure if self._share == 1 else closure.part(self._share)
         with torch.enable_grad(), self.second_pass():
             if self.recipe.second_pass.sampled:
-                closure.sampled(seed)
+                part.sampled(seed)
             else:
-                closure()
+                part()
 
     def _advance(self, loss: Tensor | None) -> None:
         """Move the parameters, and find out who learns and whose inverses are recomputed."""
@@ -311,10 +330,12 @@ class KroneckerOptimizer(LearningOptimizer):
         due = [] if when is SecondPass.SAMPLED_BEFORE_STEP else [w for w in self._layers() if self._is_due(w[1])]
         if due and first is None:
             self._warn_once("step() ran without measurements when curvature was due; it was not updated.")
-        elif first is not None and when is SecondPass.NONE:
-            self._learn(due, first, None, finite)
         elif first is not None:
-            self._due = [w for w in due if self._reached(w[0], first.of(w[0].module))]
+            if self._normalizers_seen is not None:
+                self._settle_normalized(due, self._normalizers_seen, first, finite)
+            due = [w for w in due if self._reached(w[0], first.of(w[0].module))]
+            self._due = [w for w in due if blocks.second_kinds(self._recipe_of(w[0]))]
+            self._learn([w for w in due if w not in self._due], first, None, finite)
         self._stepped = True
         if not self._due:
             self._first = None

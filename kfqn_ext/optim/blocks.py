@@ -113,7 +113,7 @@ def refresh(layer: Layer, state: State, recipe: Recipe, damping: float) -> None:
 
 def precondition(state: State, recipe: Recipe, M: Tensor) -> Tensor:
     """H_G M H_A: [*B, d_out, d_in]."""
-    return recipe.output_side.precondition(state, recipe.input_side.precondition(state, M))
+    return recipe.output_side.precondition(state, recipe.input_side.precondition(state, M)).to(M.dtype)
 
 
 def dampings(

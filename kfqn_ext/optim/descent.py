@@ -51,7 +51,8 @@ def apply(move: Move, finite: Tensor) -> None:
     p = move.p
     if isinstance(move.decay, Tensor) or move.decay:
         p.mul_(1.0 - _choose(finite, move.decay, 0.0, p))
-    p.sub_(torch.where(finite, move.direction * move.rate, 0.0))
+    # A direction comes from M, which is finite whatever the batch was: a rate of zero leaves p alone.
+    p.addcmul_(move.direction, _choose(finite, move.rate, 0.0, move.direction), value=-1.0)
 
 
 def shortening(moves: list[Move], loss: Tensor, cap: float) -> Tensor:

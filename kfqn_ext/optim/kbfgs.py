@@ -2,6 +2,7 @@
 
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from kfqn_ext.optim.base import KroneckerOptimizer
@@ -39,6 +40,8 @@ class KBFGS(KroneckerOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         step_cap: float | None = None,
+        direction_dtype: torch.dtype | None = None,
+        second_pass_fraction: float = 1.0,
         reduction: str = "mean",
     ) -> None:
         """See :class:`KroneckerOptimizer`."""
@@ -52,6 +55,8 @@ class KBFGS(KroneckerOptimizer):
             momentum=momentum,
             weight_decay=weight_decay,
             step_cap=step_cap,
+            direction_dtype=direction_dtype,
+            second_pass_fraction=second_pass_fraction,
             reduction=reduction,
         )
 
@@ -74,6 +79,8 @@ class KBFGSL(KroneckerOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         step_cap: float | None = None,
+        direction_dtype: torch.dtype | None = None,
+        second_pass_fraction: float = 1.0,
         reduction: str = "mean",
     ) -> None:
         """See :class:`KroneckerOptimizer`; ``history_size`` is p, how many pairs are kept."""
@@ -87,5 +94,7 @@ class KBFGSL(KroneckerOptimizer):
             momentum=momentum,
             weight_decay=weight_decay,
             step_cap=step_cap,
+            direction_dtype=direction_dtype,
+            second_pass_fraction=second_pass_fraction,
             reduction=reduction,
         )

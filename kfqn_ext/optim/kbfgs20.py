@@ -5,6 +5,7 @@ They were published for fully-connected layers; on convolutions they are an exte
 
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from kfqn_ext.linalg import double_damping_2020
@@ -13,7 +14,7 @@ from kfqn_ext.optim.base import KroneckerOptimizer
 from kfqn_ext.optim.recipe import Recipe
 from kfqn_ext.optim.schedules import Schedule
 from kfqn_ext.optim.sides import DenseSecant, LimitedSecant, MovingHessianAction
-from kfqn_ext.optim.sides.secant import identity
+from kfqn_ext.optim.sides.scaled_identity import identity
 
 
 @final
@@ -39,6 +40,8 @@ class KBFGS20(KroneckerOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         step_cap: float | None = None,
+        direction_dtype: torch.dtype | None = None,
+        second_pass_fraction: float = 1.0,
         reduction: str = "mean",
     ) -> None:
         """See :class:`KroneckerOptimizer`."""
@@ -52,6 +55,8 @@ class KBFGS20(KroneckerOptimizer):
             momentum=momentum,
             weight_decay=weight_decay,
             step_cap=step_cap,
+            direction_dtype=direction_dtype,
+            second_pass_fraction=second_pass_fraction,
             reduction=reduction,
         )
 
@@ -76,6 +81,8 @@ class KBFGSL20(KroneckerOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         step_cap: float | None = None,
+        direction_dtype: torch.dtype | None = None,
+        second_pass_fraction: float = 1.0,
         reduction: str = "mean",
     ) -> None:
         """See :class:`KroneckerOptimizer`; ``history_size`` is p, how many pairs are kept."""
@@ -90,5 +97,7 @@ class KBFGSL20(KroneckerOptimizer):
             momentum=momentum,
             weight_decay=weight_decay,
             step_cap=step_cap,
+            direction_dtype=direction_dtype,
+            second_pass_fraction=second_pass_fraction,
             reduction=reduction,
         )

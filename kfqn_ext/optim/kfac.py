@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from kfqn_ext.optim import splits
@@ -44,6 +45,8 @@ class KFAC(KroneckerOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         step_cap: float | None = None,
+        direction_dtype: torch.dtype | None = None,
+        second_pass_fraction: float = 1.0,
         reduction: str = "mean",
         recipe: Recipe | None = None,
     ) -> None:
@@ -60,6 +63,8 @@ class KFAC(KroneckerOptimizer):
             momentum: See there.
             weight_decay: See there.
             step_cap: See there.
+            direction_dtype: See there.
+            second_pass_fraction: See there: Ω and Γ are of this share of the minibatch.
             reduction: See there.
             recipe: A changed cell, for example ``replace(KFAC.recipe, split=splits.trace)`` for adaptive π.
         """
@@ -74,6 +79,8 @@ class KFAC(KroneckerOptimizer):
             momentum=momentum,
             weight_decay=weight_decay,
             step_cap=step_cap,
+            direction_dtype=direction_dtype,
+            second_pass_fraction=second_pass_fraction,
             reduction=reduction,
         )
 

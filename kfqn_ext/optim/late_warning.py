@@ -26,6 +26,8 @@ class LateWarning:
         if not flag.is_cuda:
             self._read(flag)
             return
+        if torch.cuda.is_current_stream_capturing():  # a graph replays no Python
+            return
         host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(flag.device))

@@ -1,6 +1,8 @@
 """An optimizer of layers that knows how their curvature is made, learned and renewed, whatever its step loop does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from kfqn_ext.optim.measure import Measurement
 from kfqn_ext.optim.plan import Layer
 from kfqn_ext.optim.planned import PlannedOptimizer, Work
 from kfqn_ext.optim.recipe import Recipe
+from kfqn_ext.optim.shifts import Normalizers, find_normalizers, is_noise, removes_shifts
 from kfqn_ext.optim.sides import Measured, Seen
 from kfqn_ext.optim.warm_start import measure_data
 
@@ -22,6 +25,10 @@ class LearningOptimizer(PlannedOptimizer):
         """See :class:`PlannedOptimizer`; ``reduction`` is what the loss does over the data of a batch."""
         self._reduction = reduction
         self._refreshing: Work = []
+        # Layers whose H_G has learned nothing, as shifts of their output are removed, and by which module.
+        self._normalized: dict[Layer, nn.Module] | None = None  # None: not looked for yet
+        cheaper = recipe.output_side.where_shifts_are_removed()
+        self._recipe_of_normalized = None if cheaper is None else replace(recipe, output_side=cheaper)
         super().__init__(model, params, recipe, defaults)
 
     def warm_start(
@@ -50,6 +57,35 @@ class LearningOptimizer(PlannedOptimizer):
             if layer in measured:
                 self._start(layer, group, measured[layer])
 
+    def _recipe_of(self, layer: Layer) -> Recipe:
+        norm = self._normalized.get(layer) if self._normalized else None
+        if norm is None or self._recipe_of_normalized is None or not removes_shifts(norm):
+            return self.recipe
+        return self._recipe_of_normalized
+
+    @contextmanager
+    def _look_for_normalizers(self, layers: Collection[nn.Module]) -> Iterator[Normalizers | None]:
+        """Look, once, for the layers before a normalization, where the recipe has a cheaper output side for them."""
+        if self._normalized is not None or not layers or self._recipe_of_normalized is None:
+            yield None
+            return
+        with find_normalizers(self._model, layers) as found:
+            yield found
+
+    def _settle_normalized(self, due: Work, found: Normalizers, first: Measurement, finite: Tensor) -> None:
+        """Keep the layers whose ∂h̄ is indeed noise and whose H_G has learned nothing; waits for the device, once."""
+        if not found:
+            self._normalized = {}
+        elif bool(finite):
+            candidates = [layer for layer, _ in due if layer.module in found]
+            self._normalized = {
+                layer: found[layer.module] for layer in candidates if self._needs_no_output_side(layer, first)
+            }
+
+    def _needs_no_output_side(self, layer: Layer, first: Measurement) -> bool:
+        moments, seen = first.of(layer.module).moments, self.state[layer.weight].get("pairs_seen_G")
+        return moments is not None and seen is not None and bool(is_noise(moments)) and not bool(seen[0].any())
+
     def _start(self, layer: Layer, group: dict[str, Any], measured: Measured) -> None:
         if not blocks.start(layer, self.state[layer.weight], self.recipe, group["damping"], measured):
             self._rejected.add(layer)
@@ -68,7 +104,10 @@ class LearningOptimizer(PlannedOptimizer):
                 if seen.second.factors is not None:
                     self._start(layer, group, seen.second)
             elif self._complete(layer, seen):
-                blocks.learn(layer, state, self.recipe, group["damping"], seen)
+                recipe = self._recipe_of(layer)
+                if self._normalized and recipe is self.recipe:
+                    self._normalized.pop(layer, None)
+                blocks.learn(layer, state, recipe, group["damping"], seen)
 
     def _reached(self, layer: Layer, first: Measured) -> bool:
         """Whether the first pass measured a layer that is due."""
@@ -85,7 +124,7 @@ class LearningOptimizer(PlannedOptimizer):
         """Whether both passes reached a layer, with the same data."""
         if not self._reached(layer, seen.first):
             return False
-        if any(getattr(seen.second, kind) is None for kind in blocks.second_kinds(self.recipe)):
+        if any(getattr(seen.second, kind) is None for kind in blocks.second_kinds(self._recipe_of(layer))):
             return False
         before, after = seen.first.moments, seen.second.moments
         if before is None or after is None:

@@ -23,6 +23,7 @@ class Measurement:
         reduction: str,
         probe: Probe | None,
         loss_scale: float | None = None,
+        share: float = 1.0,
     ) -> None:
         """Make the extensions.
 
@@ -31,12 +32,13 @@ class Measurement:
             reduction: "mean" or "sum": what the loss does over data.
             probe: Chooses the direction s of A s for each layer, or None; without it, the layers' inputs are kept.
             loss_scale: What the loss is multiplied with, where it is.
+            share: Of which share of each batch to take the moments; all else is taken of the whole.
         """
         self._by_kind: dict[Kind, LayerExtension[Any]] = {}
         for kind, modules in wanted.items():
             modules = list(modules)
             if modules:
-                self._by_kind[kind] = _make(kind, modules, reduction, probe)
+                self._by_kind[kind] = _make(kind, modules, reduction, probe, share)
                 self._by_kind[kind].loss_scale = loss_scale
 
     @property
@@ -72,10 +74,12 @@ class Measurement:
         return Measured(**{kind: ext[module] for kind, ext in self._by_kind.items() if module in ext})
 
 
-def _make(kind: Kind, modules: list[nn.Module], reduction: str, probe: Probe | None) -> LayerExtension[Any]:
+def _make(
+    kind: Kind, modules: list[nn.Module], reduction: str, probe: Probe | None, share: float
+) -> LayerExtension[Any]:
     ext: LayerExtension[Any]
     if kind == "moments":
-        ext = KBFGSQuantities(reduction, probe=probe, modules=modules)
+        ext = KBFGSQuantities(reduction, subsampling=share if share < 1 else None, probe=probe, modules=modules)
     elif kind == "gram":
         ext = InputGram(modules=modules)
     elif kind == "factors":

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfqn_ext.geometry import part_size
 from kfqn_ext.optim.targets import Sampler, loss_of_samples, sampler_for, terms_per_datum
 
 
@@ -68,6 +69,20 @@ class Minibatch:
         self.model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def part(self, share: float) -> "Minibatch":
+        """The first data of the minibatch: a share of it, rounded up.
+
+        Raises:
+            TypeError: If input or targets are not tensors.
+        """
+        if not isinstance(self.x, Tensor) or not isinstance(self.y, Tensor):
+            raise TypeError(
+                f"Minibatch: can't take a part of {type(self.x).__name__} and {type(self.y).__name__}; both must be "
+                "tensors with data along dimension 0. Use second_pass_fraction=1.0."
+            )
+        size = part_size(len(self.x), share)
+        return Minibatch(self.model, self.loss_fn, self.x[:size], self.y[:size], self.sample_targets)
 
     def sampled(self, seed: int) -> None:
         """Run a forward and backward pass of the loss with targets sampled from the predictive distribution.

@@ -14,6 +14,7 @@ from kfqn_ext.optim import blocks, descent
 from kfqn_ext.optim.diagnostics import LayerDiagnostics, diagnose
 from kfqn_ext.optim.plan import Layer, Plan, make_plan
 from kfqn_ext.optim.recipe import Recipe
+from kfqn_ext.optim.rounded import RoundedInverses
 from kfqn_ext.optim.schedules import Schedule, apply_schedules, take_schedules
 from kfqn_ext.optim.table import render
 from kfqn_ext.optim.validation import check_group
@@ -47,6 +48,7 @@ class PlannedOptimizer(Optimizer):
         self._warned: set[str] = set()
         self._state_is_empty = False  # its tensors have names and shapes, but were never measured
         self._rejected: set[Layer] = set()  # measured in this step, but not finite
+        self._rounded = RoundedInverses()
         self.recipe = recipe
         self._layout = f"{LAYOUT} {type(recipe.input_side).__name__} {type(recipe.output_side).__name__}"
         defaults = {**defaults, "step": 0, "layout": self._layout}
@@ -144,6 +146,10 @@ class PlannedOptimizer(Optimizer):
         assert self._plan is not None
         return self._plan
 
+    def _recipe_of(self, layer: Layer) -> Recipe:
+        """The row of the table by which this layer is treated now."""
+        return self.recipe
+
     def _layers(self) -> Work:
         layers = self._planned.layers
         return [(layers[p], group) for group in self.param_groups for p in group["params"] if p in layers]
@@ -162,8 +168,10 @@ class PlannedOptimizer(Optimizer):
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def _finite(self) -> Tensor:
-        """Whether all gradients are finite, bool []."""
-        return torch.isfinite(get_total_norm(self._gradients(), float("inf")))
+        """Whether all gradients are finite, and small enough to be squared, bool []."""
+        # The Euclidean norm: on a CPU it costs a twentieth of the largest entry. float16 can't hold it.
+        grads = [g.float() if g.dtype == torch.float16 else g for g in self._gradients()]
+        return torch.isfinite(get_total_norm(grads))
 
     def _descend(self, loss: Tensor | None, step_cap: float | None, finite: Tensor) -> None:
         """Move all parameters along their directions, unless the batch is not finite."""
@@ -194,7 +202,8 @@ class PlannedOptimizer(Optimizer):
         state, rate = self.state[layer.weight], group["lr"]
         M = P = descent.layer_momentum(layer, state, group, finite)
         if blocks.is_started(state):
-            P = blocks.precondition(state, self.recipe, M)
+            inverses = self._rounded.view(layer.weight, state, group["direction_dtype"])
+            P = blocks.precondition(inverses, self._recipe_of(layer), M)
         else:
             rate = fallback_rate
             if layer not in self._rejected:

@@ -1,12 +1,15 @@
 """The second pass over a minibatch: everything as in the first one, except the parameters that have moved."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from kfqn_ext.extensions import input_gradients_only
+from kfqn_ext.optim.shifts import removes_shifts
 
 
 class Replay:
@@ -23,12 +26,29 @@ class Replay:
         self._cpu_state = torch.get_rng_state()
         self._cuda_states = {device: torch.cuda.get_rng_state(device) for device in self._cuda_devices()}
 
+    def check_repeatable_in_part(self) -> None:
+        """Check that the first data of a minibatch alone give what they gave within it.
+
+        Raises:
+            ValueError: If a module mixes the data of a batch or draws random numbers.
+        """
+        found = [f"{name} ({type(m).__name__})" for name, m in self._model.named_modules() if _depends_on_batch(m)]
+        if found:
+            raise ValueError(
+                f"second_pass_fraction < 1 in a model with {', '.join(found)}: on a part of the minibatch these give "
+                "other outputs than on the whole, and the difference would be taken for curvature. Use "
+                "second_pass_fraction=1.0, or put these modules into eval mode."
+            )
+
     @contextmanager
-    def repeat(self) -> Iterator[None]:
+    def repeat(self, layers: Iterable[nn.Module]) -> Iterator[None]:
         """Run the body on the recorded random numbers; restore them, all buffers and every ``.grad`` afterwards.
 
         The buffers are BatchNorm's running statistics above all: a minibatch counts once. Parameters get no
         gradient in the body, but a closure may clear ``.grad``, so that is put aside.
+
+        Args:
+            layers: Those whose output gradients are wanted.
 
         Yields:
             Nothing.
@@ -40,7 +60,7 @@ class Replay:
         try:
             for p in parameters:
                 p.grad = None
-            with torch.random.fork_rng(devices=list(self._cuda_states)), input_gradients_only(self._model):
+            with torch.random.fork_rng(devices=list(self._cuda_states)), input_gradients_only(self._model, layers):
                 if self._cpu_state is not None:
                     torch.set_rng_state(self._cpu_state)
                 for device, state in self._cuda_states.items():
@@ -55,3 +75,9 @@ class Replay:
 
     def _cuda_devices(self) -> set[int]:
         return {p.device.index for p in self._model.parameters() if p.is_cuda}
+
+
+def _depends_on_batch(module: nn.Module) -> bool:
+    """Whether what a module makes of one datum depends on the rest of the batch."""
+    drops = isinstance(module, _DropoutNd) and module.training and module.p > 0  # the same numbers, other data
+    return drops or (isinstance(module, _BatchNorm) and removes_shifts(module))

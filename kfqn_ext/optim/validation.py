@@ -2,7 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
+
+# Not float16: the inverses of a large loss's curvature leave its range.
+_DIRECTION_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -20,6 +24,8 @@ def check_group(group: dict[str, Any]) -> None:
     _require(group["damping"] > 0, "damping", group["damping"], "positive: A + λ_A I must be invertible")
     _require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "in [0, 1)")
     _require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "at least 0")
+    dtype = group["direction_dtype"]
+    _require(dtype in (None, *_DIRECTION_DTYPES), "direction_dtype", dtype, f"None or one of {_DIRECTION_DTYPES}")
     for key in ("curvature_update_freq", "inverse_update_freq"):
         _require(isinstance(group[key], int) and group[key] >= 1, key, group[key], "an integer of at least 1")
 

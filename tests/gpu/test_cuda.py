@@ -136,3 +136,34 @@ def test_a_batch_that_is_not_finite_changes_nothing() -> None:
         for p, q in zip(model.parameters(), before, strict=True):
             assert torch.equal(p, q)
         optimizer.step(Minibatch(model, cross_entropy, x, y))  # the warning comes once the flag has arrived
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [KBFGS, KBFGSL])
+def test_a_step_without_update_can_be_captured(make: Any, dtype: torch.dtype | None) -> None:
+    """As a CUDA graph that is replayed on new gradients, it moves the parameters as the same steps do one by one."""
+    results = []
+    for capture in (False, True):
+        model = network(torch.float32).cuda()
+        optimizer = make(model, lr=0.1, damping=1.0, curvature_update_freq=1000, direction_dtype=dtype)
+        data = [(x.cuda(), y.cuda()) for x, y in batches(5, torch.float32)]
+        optimizer.step(Minibatch(model, cross_entropy, *data[0]))  # makes the initial curvature
+        optimizer.step()  # and the copies of the inverses
+        graph = torch.cuda.CUDAGraph()
+        if capture:
+            saved = [p.detach().clone() for p in model.parameters()]
+            state = {k: {n: v.clone() for n, v in s.items()} for k, s in optimizer.state.items()}
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            for p, value in zip(model.parameters(), saved, strict=True):  # capturing has computed nothing
+                assert torch.equal(p, value)
+            assert all(torch.equal(s[n], state[k][n]) for k, s in optimizer.state.items() for n in s)
+        for x, y in data[1:]:
+            loss = cross_entropy(model(x), y)
+            for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                assert p.grad is not None
+                p.grad.copy_(g)
+            graph.replay() if capture else optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(q, p)

@@ -30,6 +30,7 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
     "KBFGS, L-BFGS for H_A": lambda model: KroneckerOptimizer(
         model, recipe=replace(KBFGS.recipe, input_side=LimitedHessianAction(memory=3)), **COMMON
     ),
+    "KBFGS, bfloat16 direction": lambda model: KBFGS(model, direction_dtype=torch.bfloat16, **COMMON),
     "KBFGS, step cap": lambda model: KBFGS(model, step_cap=1.0, **COMMON),
 }
 each = pytest.mark.parametrize("name", MAKERS)
@@ -298,5 +299,5 @@ def test_a_layer_before_batch_norm_keeps_its_initial_H_G(name: str, make: Any) -
         assert torch.equal(H, eye), (k, H)
     assert not optimizer.state[model[0].weight]["s_G"].any()
     d = optimizer.diagnostics()[0]
-    assert d.G is not None and d.G.kept == 0 and d.G.skipped == 25
+    assert d.G is not None and d.G.kept == d.G.skipped == 0  # no pair was formed
     assert (learned[24] - learned[24].diagonal().mean() * torch.eye(3)).abs().max() > 1e-3  # elsewhere it is learned

@@ -99,7 +99,7 @@ def test_updates_that_are_not_due_are_not_counted() -> None:
     assert [d.A.kept for d in optimizer.diagnostics() if d.A] == [2, 4, 2]
 
 
-def test_pairs_that_say_nothing_are_skipped() -> None:
+def test_pairs_that_say_nothing_are_not_formed() -> None:
     """Before BatchNorm Δ∂h̄ is rounding noise: H_G learns nothing there, H_A does."""
     model: Any = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     model = model.double()
@@ -108,7 +108,7 @@ def test_pairs_that_say_nothing_are_skipped() -> None:
         optimizer.step(batch(model, k))
     conv, linear = optimizer.diagnostics()
     assert conv.G is not None and conv.A is not None and linear.G is not None
-    assert (conv.G.kept, conv.G.damped, conv.G.skipped) == (0, 0, 5) and conv.A.kept == 5
+    assert (conv.G.kept, conv.G.damped, conv.G.skipped) == (0, 0, 0) and conv.A.kept == 5
     assert conv.G.smallest == conv.G.largest == pytest.approx(1 / conv.G.damping)
     assert (linear.G.kept, linear.G.skipped) == (5, 0)
 

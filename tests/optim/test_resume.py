@@ -18,6 +18,9 @@ STEPS, INTERRUPTED = 10, 5  # curvature is due on every third step: not at the i
 OPTIMIZERS: dict[str, Any] = {
     "KBFGS": lambda model: KBFGS(model, lr=0.1, damping=1.0, curvature_update_freq=3, weight_decay=1e-3),
     "KBFGSL": lambda model: KBFGSL(model, lr=0.1, damping=1.0, curvature_update_freq=1, history_size=3),
+    "bfloat16 direction": lambda model: KBFGS(
+        model, lr=0.1, damping=1.0, curvature_update_freq=3, direction_dtype=torch.bfloat16
+    ),
     "groups": lambda model: KBFGSL(
         model,
         [

@@ -142,7 +142,7 @@ def test_quantities_equal_those_of_an_out_of_place_copy(name: str) -> None:
     ids=["mobilenet_v2", "mobilenet_v2-L3", "resnet18/4", "resnet18/4-L", "vgg11_bn/4", "vgg11_bn/4-L"]
     + ["mobilenet_v2-L", "resnet18", "resnet18-L", "vgg11_bn", "vgg11_bn-L"],
 )
-def test_five_steps_lower_the_loss(build: Callable[[], Any], make: Any) -> None:
+def test_ten_steps_lower_the_loss(build: Callable[[], Any], make: Any) -> None:
     """With both passes on every step, on one small batch; a warning would be an error."""
     model = build()
     x, y = torch.randn(8, 3, 32, 32), torch.arange(8) % 5
@@ -158,9 +158,9 @@ def test_five_steps_lower_the_loss(build: Callable[[], Any], make: Any) -> None:
             return float(F.cross_entropy(twin(x), y))
 
     before = loss()
-    for _ in range(5):
+    for _ in range(10):
         optimizer.step(Minibatch(model, F.cross_entropy, x, y))
-    assert loss() < 0.9 * before
+    assert loss() < 0.5 * before
     for weight in kronecker:
         state = optimizer.state[weight]
         assert state["H_A"].isfinite().all() and "s_G" in state and not weight.grad.isnan().any()

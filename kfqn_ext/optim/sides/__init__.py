@@ -3,6 +3,7 @@
 from kfqn_ext.optim.sides.base import InputSide, Measured, OutputSide, Seen, State
 from kfqn_ext.optim.sides.direct import BatchInverse, GammaInverse, OmegaInverse
 from kfqn_ext.optim.sides.hessian_action import HessianAction, LimitedHessianAction, MovingHessianAction
+from kfqn_ext.optim.sides.scaled_identity import ScaledIdentity
 from kfqn_ext.optim.sides.secant import DenseSecant, LimitedSecant
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "MovingHessianAction",
     "OmegaInverse",
     "OutputSide",
+    "ScaledIdentity",
     "Seen",
     "State",
 ]

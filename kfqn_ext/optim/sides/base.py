@@ -87,8 +87,8 @@ class InputSide(Side):
         raise NotImplementedError
 
     def precondition(self, state: State, M: Tensor) -> Tensor:
-        """M H_A: [*B, d_out, d_in]."""
-        return M @ state["H_A"]
+        """M H_A: [*B, d_out, d_in], in the dtype of what the state holds."""
+        return M.to(state["H_A"].dtype) @ state["H_A"]
 
 
 class OutputSide(Side):
@@ -102,9 +102,13 @@ class OutputSide(Side):
         """Update H_G."""
         raise NotImplementedError
 
+    def where_shifts_are_removed(self) -> "OutputSide | None":
+        """What this side comes to, at less cost, where ∂h̄ = 0; None where it learns from more than ∂h̄."""
+        return None
+
     def precondition(self, state: State, M: Tensor) -> Tensor:
-        """H_G M: [*B, d_out, d_in]."""
-        return state["H_G"] @ M
+        """H_G M: [*B, d_out, d_in], in the dtype of what the state holds."""
+        return state["H_G"] @ M.to(state["H_G"].dtype)
 
 
 def count(state: State, key: str, *events: Tensor) -> None:

@@ -44,7 +44,9 @@ def _form(state: State, side: str) -> None:
 
 
 def times_pairs(state: State, side: str, M: Tensor) -> Tensor:
-    """H M for the kept inverse: [*B, d, k] → [*B, d, k]."""
-    if f"H_{side}" in state:
-        return state[f"H_{side}"] @ M
-    return compact_product(state[f"pairs_{side}"], state[f"K_{side}"], state[f"gamma_{side}"], M)
+    """H M for the kept inverse: [*B, d, k] → [*B, d, k], in the dtype of what the state holds."""
+    H = state.get(f"H_{side}")
+    if H is not None:
+        return H @ M.to(H.dtype)
+    pairs = state[f"pairs_{side}"]
+    return compact_product(pairs, state[f"K_{side}"], state[f"gamma_{side}"], M.to(pairs.dtype))

@@ -11,18 +11,9 @@ from kfqn_ext.linalg import bfgs_update_, powell_lm
 from kfqn_ext.linalg.pairs import common_scale, dot
 from kfqn_ext.optim.sides.base import Kind, Measured, OutputSide, Seen, State, count, start_count
 from kfqn_ext.optim.sides.pairs import check_memory, start_pairs, times_pairs, update_pairs
+from kfqn_ext.optim.sides.scaled_identity import ScaledIdentity, inverse_damping
 
 PairDamping = Callable[[Tensor, Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]
-
-
-def inverse_damping(damping: Tensor) -> Tensor:
-    """H_G⁰ = I / λ_G, ``algo_8``."""
-    return 1.0 / damping
-
-
-def identity(damping: Tensor) -> Tensor:
-    """H_G⁰ = I, as in K-BFGS-20."""
-    return torch.ones_like(damping)
 
 
 @dataclass(frozen=True)
@@ -49,6 +40,9 @@ class Secant(OutputSide):
             raise ValueError(f"Invalid mu1: {self.mu1}. It must be in (0, 1).")
         if not 0 <= self.decay < 1:
             raise ValueError(f"Invalid decay: {self.decay}. It must be in [0, 1).")
+
+    def where_shifts_are_removed(self) -> OutputSide:  # noqa: D102
+        return ScaledIdentity(self.initial)
 
     def _damped_pair(self, state: State, seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(s̃, ỹ), empty where this step brought no news, and where Powell's damping changed s; bool [*B]."""
@@ -123,4 +117,4 @@ class LimitedSecant(Secant):
         return times_pairs(state, "G", M)
 
 
-__all__ = ["DenseSecant", "LimitedSecant", "PairDamping", "Secant", "identity", "inverse_damping"]
+__all__ = ["DenseSecant", "LimitedSecant", "PairDamping", "Secant"]

@@ -1,0 +1,227 @@
+"""Layers before a normalization that removes shifts: found in the network, and spared what would change nothing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from backpack import backpack
+from torch import Tensor, nn
+
+from kfqn_ext.extensions import KBFGSQuantities, extend
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
+from kfqn_ext.optim.recipe import SecondPass
+from kfqn_ext.optim.sides import ScaledIdentity
+
+COMMON: dict[str, Any] = {"lr": 0.05, "damping": 1.0, "curvature_update_freq": 1}
+
+
+class Branching(nn.Module):
+    """The output of ``both`` is normalized and also used as it is; that of ``one`` is only normalized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.one = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.norm_both, self.norm_one = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.both(x)
+        h = torch.tanh(h) + F.relu(self.norm_both(h))
+        return self.head(F.relu(self.norm_one(self.one(h))).mean((2, 3)))
+
+
+class Reused(nn.Module):
+    """One layer, called twice, and normalized the first time only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.twice, self.norm = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.twice(F.relu(self.norm(self.twice(self.stem(x))))).mean((2, 3)))
+
+
+def conv_net(norm: nn.Module, *between: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), *between, norm, nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(5))
+
+
+def batch(model: nn.Module, k: int = 0, size: int = 16) -> Minibatch:
+    x = torch.randn(12, 3, size, size, generator=torch.Generator().manual_seed(k))
+    return Minibatch(model, F.cross_entropy, x, torch.arange(12) % 5)
+
+
+def ready(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        model(torch.randn(2, 3, 16, 16))
+    return model
+
+
+def found(optimizer: KroneckerOptimizer) -> set[str]:
+    assert optimizer._normalized is not None
+    return {layer.name for layer in optimizer._normalized}
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "BatchNorm": (lambda: conv_net(nn.BatchNorm2d(4)), {"0"}),
+    "without running statistics": (lambda: conv_net(nn.BatchNorm2d(4, track_running_stats=False)).eval(), {"0"}),
+    "InstanceNorm": (lambda: conv_net(nn.InstanceNorm2d(4)), {"0"}),
+    "LayerNorm removes a common shift only": (lambda: conv_net(nn.LayerNorm([4, 14, 14])), set()),
+    "GroupNorm": (lambda: conv_net(nn.GroupNorm(2, 4)), set()),
+    "a nonlinearity between": (lambda: conv_net(nn.BatchNorm2d(4), nn.Sigmoid()), set()),
+    "one in place": (lambda: conv_net(nn.BatchNorm2d(4), nn.ReLU(inplace=True)), set()),
+    "BatchNorm in eval mode": (lambda: conv_net(nn.BatchNorm2d(4).eval()), set()),
+    "an output that is used elsewhere too": (Branching, {"one"}),
+    "a layer that is called twice": (Reused, set()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_found_in_the_network(name: str) -> None:
+    build, expected = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    training = model.training
+    ready(model)
+    model.train(training)
+    if name == "BatchNorm in eval mode":
+        model[1].eval()  # type: ignore[index]
+    optimizer = KBFGS(model, **COMMON)
+    optimizer.step(batch(model))
+    assert found(optimizer) == expected
+
+
+@pytest.mark.parametrize("build", [torchvision.models.resnet18, torchvision.models.vgg11_bn], ids=["resnet18", "vgg"])
+def test_found_in_real_networks(build: Callable[..., nn.Module]) -> None:
+    """Every convolution; not the classifier. And there ∂h̄ is noise, as the quantities themselves say."""
+    torch.manual_seed(0)
+    model: Any = build(num_classes=5)
+    if hasattr(model, "avgpool") and hasattr(model, "classifier"):
+        model.avgpool, model.classifier = nn.AdaptiveAvgPool2d(1), nn.Linear(512, 5)
+    optimizer = KBFGS(model, **COMMON)
+    optimizer.step(batch(model, size=32))
+    convolutions = {name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    assert found(optimizer) == convolutions
+    quantities = KBFGSQuantities()
+    with backpack(quantities):
+        batch(model, 1, size=32)()
+    for name, module in model.named_modules():
+        if name in convolutions:
+            q = quantities[module]
+            assert q.dh_bar.norm() < q.dh_noise.norm()
+
+
+MAKERS: dict[str, Any] = {
+    "KBFGS": lambda model: KBFGS(model, **COMMON),
+    "KBFGSL": lambda model: KBFGSL(model, history_size=3, **COMMON),
+    "KBFGS20": lambda model: KBFGS20(model, **COMMON),
+    "bfloat16": lambda model: KBFGS(model, direction_dtype=torch.bfloat16, **COMMON),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_nothing_else_changes(name: str) -> None:
+    """Bit for bit the run that learns its noise pairs, which are all skipped."""
+    runs = []
+    for spare in (True, False):
+        torch.manual_seed(0)
+        model = ready(conv_net(nn.BatchNorm2d(4)))
+        optimizer = MAKERS[name](model)
+        if not spare:
+            optimizer._normalized = {}  # as if none had been found
+        for k in range(8):
+            optimizer.step(batch(model, k))
+        assert len(found(optimizer)) == spare
+        runs.append([*model.parameters(), *(optimizer.state[model[0].weight][key] for key in ("H_A", "s_G"))])
+    assert all(torch.equal(p, q) for p, q in zip(*runs, strict=True))
+
+
+def test_the_second_pass_goes_no_deeper_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd builds a graph for the last layer alone."""
+    torch.manual_seed(0)
+    model = ready(conv_net(nn.BatchNorm2d(4)))
+    optimizer = KBFGS(model, **COMMON)
+    optimizer.step(batch(model))
+    graphs: list[tuple[bool, bool]] = []
+    hooks = [
+        m.register_forward_hook(lambda m, a, out: graphs.append((m is model[0], out.requires_grad)))
+        for m in (model[0], model[4])
+    ]  # type: ignore[index]
+    optimizer.step(batch(model, 1))
+    for hook in hooks:
+        hook.remove()
+    assert graphs == [(True, True), (False, True), (True, False), (False, True)]
+
+
+def test_a_normalization_that_stops_removing_shifts_ends_it() -> None:
+    """In eval mode BatchNorm is affine, ∂h̄ is a gradient like any other, and H_G learns from it for good."""
+    torch.manual_seed(0)
+    model: Any = ready(conv_net(nn.BatchNorm2d(4)))
+    optimizer = KBFGS(model, **COMMON)
+    optimizer.step(batch(model, 0))
+    assert found(optimizer) == {"0"}
+    model[1].eval()
+    for k in range(3):
+        optimizer.step(batch(model, 1 + k))
+    assert found(optimizer) == set()
+    conv = optimizer.diagnostics()[0]
+    assert conv.G is not None and conv.G.kept == 3
+    model[1].train()
+    optimizer.step(batch(model, 9))  # and what was learned is used again
+    assert optimizer.diagnostics()[0].G.kept == 3
+
+
+def test_a_first_batch_that_is_not_finite_decides_nothing() -> None:
+    torch.manual_seed(0)
+    model = ready(conv_net(nn.BatchNorm2d(4)))
+    optimizer = KBFGS(model, **COMMON)
+    bad = batch(model)
+    bad.x[0] = float("nan")
+    with pytest.warns(UserWarning, match="not finite"):
+        optimizer.step(bad)
+    model = ready(conv_net(nn.BatchNorm2d(4)))
+    assert optimizer._normalized is None
+
+
+def test_kfac_learns_there_too() -> None:
+    """Γ is a second moment: it does not vanish with the mean."""
+    torch.manual_seed(0)
+    model: Any = ready(conv_net(nn.BatchNorm2d(4)))
+    optimizer = KFAC(model, lr=0.05, damping=1.0)
+    optimizer.step(batch(model))
+    assert optimizer._normalized is None
+    Gamma = optimizer.state[model[0].weight]["Gamma"]
+    assert Gamma.abs().max() > 0
+
+
+def test_a_row_without_an_output_side_runs_one_pass() -> None:
+    """``ScaledIdentity`` everywhere: H_G = I / λ_G, and the closure runs once a step."""
+    torch.manual_seed(0)
+    model: Any = ready(conv_net(nn.BatchNorm2d(4)))
+    recipe = replace(KBFGS.recipe, output_side=ScaledIdentity(), second_pass=SecondPass.NONE)
+    optimizer = KroneckerOptimizer(model, recipe=recipe, **COMMON)
+    calls = []
+    minibatch = batch(model)
+
+    def closure() -> Tensor:
+        calls.append(1)
+        return minibatch()
+
+    losses = [float(optimizer.step(closure)) for _ in range(10)]
+    assert len(calls) == 10 and losses[-1] < 0.5 * losses[0]
+    for d in optimizer.diagnostics():
+        assert d.A is not None and d.A.kept == 10
+        assert d.G is not None and d.G.smallest == d.G.largest == pytest.approx(1 / d.G.damping)
+
+
+def test_hooks_are_gone_after_the_first_pass() -> None:
+    torch.manual_seed(0)
+    model = extend(ready(conv_net(nn.BatchNorm2d(4))))
+    before = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    optimizer = KBFGS(model, **COMMON)
+    optimizer.step(batch(model))
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == before

@@ -1,0 +1,153 @@
+"""``direction_dtype``: the direction comes from rounded copies of the inverses, which themselves stay as precise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch, blocks
+
+COMMON: dict[str, Any] = {"lr": 0.1, "damping": 1.0}
+MAKERS: dict[str, Callable[..., Any]] = {
+    "KBFGS": lambda model, **more: KBFGS(model, curvature_update_freq=2, **COMMON, **more),
+    "KBFGSL": lambda model, **more: KBFGSL(model, curvature_update_freq=2, history_size=8, **COMMON, **more),
+    "KFAC": lambda model, **more: KFAC(model, inverse_update_freq=2, **COMMON, **more),
+}
+each = pytest.mark.parametrize("name", MAKERS)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 6, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(54, 3))
+
+
+def batch(model: nn.Module, k: int) -> Minibatch:
+    x = torch.randn(16, 2, 5, 5, generator=torch.Generator().manual_seed(k))
+    return Minibatch(model, F.cross_entropy, x, torch.arange(16) % 3)
+
+
+def inverses(optimizer: Any) -> list[dict[str, Tensor]]:
+    states = [optimizer.state[layer.weight] for layer, _ in optimizer._layers()]
+    return [{key: state[key].clone() for key in ("H_A", "H_G") if key in state} for state in states]
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@each
+def test_one_direction_differs_by_rounding_alone(name: str) -> None:
+    """Entry by entry, at most what rounding H_A, M, M H_A, H_G and the result by 2⁻⁹ each can do to |H_G| |M| |H_A|."""
+    model = net()
+    optimizer = MAKERS[name](model)
+    for k in range(3):
+        optimizer.step(batch(model, k))
+    for layer, _ in optimizer._layers():
+        state = optimizer.state[layer.weight]
+        exact = blocks.precondition(state, optimizer.recipe, state["momentum"])
+        view = optimizer._rounded.view(layer.weight, state, torch.bfloat16)
+        error = (blocks.precondition(view, optimizer.recipe, state["momentum"]) - exact).abs()
+        size = state["H_G"].abs() @ state["momentum"].abs() @ state["H_A"].abs()
+        assert (error <= 5 * 2**-9 * (1 + 2**-6) * size).all() and error.max() > 0
+
+
+@each
+def test_inverses_are_learned_in_their_own_precision(name: str) -> None:
+    """The first update comes before any rounded step could tell: equal states, in float32, bit for bit."""
+    states = []
+    for dtype in (None, torch.bfloat16):
+        model = net()
+        optimizer = MAKERS[name](model, direction_dtype=dtype)
+        optimizer.step(batch(model, 0))
+        states.append({k: v for k, v in optimizer.state[model[0].weight].items() if k != "momentum"})
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[0].items():
+        assert value.dtype == states[1][key].dtype and torch.equal(value, states[1][key]), key
+
+
+@each
+def test_copies_are_never_stale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After updates in place, refreshed inverses, a state that was loaded, and one that somebody wrote to."""
+    model = net()
+    optimizer = MAKERS[name](model, direction_dtype=torch.bfloat16)
+    seen: list[dict[str, Tensor]] = []
+    precondition = blocks.precondition
+
+    def watch(state: Any, recipe: Any, M: Tensor) -> Tensor:
+        seen.append({key: state[key].clone() for key in ("H_A", "H_G") if key in state})
+        return precondition(state, recipe, M)
+
+    monkeypatch.setattr(blocks, "precondition", watch)
+    checked = 0
+    for k in range(8):
+        if k == 4:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if k == 6:
+            optimizer.state[model[0].weight]["H_A"].mul_(2.0)
+        before = inverses(optimizer)
+        seen.clear()
+        optimizer.step(batch(model, k))
+        if k == 0 or name == "KFAC":  # made, or computed again, before the direction
+            before = inverses(optimizer)
+        if k == 0:
+            continue
+        for state, expected in zip(seen, before, strict=True):
+            for key, H in expected.items():
+                assert state[key].dtype == torch.bfloat16 and torch.equal(state[key], H.bfloat16()), (k, key)
+                checked += 1
+    assert checked >= 7 * 2
+
+
+def test_a_direction_in_the_inverses_dtype_is_the_default() -> None:
+    plain, same = net(), net()
+    for model, dtype in ((plain, None), (same, torch.float32)):
+        optimizer = KBFGS(model, direction_dtype=dtype, **COMMON)
+        for k in range(3):
+            optimizer.step(batch(model, k))
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), same.parameters(), strict=True))
+
+
+def test_it_can_be_chosen_by_group() -> None:
+    """A layer whose group asks for nothing keeps the exact direction."""
+    results = []
+    for dtype in (None, torch.bfloat16):
+        model = net()
+        groups = [
+            {"params": list(model[0].parameters()), "direction_dtype": dtype},
+            {"params": list(model[3].parameters())},
+        ]
+        optimizer = KBFGS(model, groups, **COMMON)
+        optimizer.step(batch(model, 0))
+        results.append(parameters(model))
+    assert not torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, "bfloat16"])
+def test_other_dtypes_are_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="direction_dtype"):
+        KBFGS(net(), direction_dtype=dtype, **COMMON)
+
+
+def test_training_is_as_good() -> None:
+    """Forty steps on the digits: the same loss within a few percent, where plain momentum is far behind."""
+    from sklearn.datasets import load_digits
+
+    x, y = (torch.as_tensor(v) for v in load_digits(return_X_y=True))
+    x = (x.float() / 16).unflatten(1, (1, 8, 8))
+    losses = []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)
+        )
+        optimizer = KBFGS(model, lr=0.3, damping=3.0, direction_dtype=dtype)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(40):
+            part = torch.randint(len(x), (256,), generator=generator)
+            optimizer.step(Minibatch(model, F.cross_entropy, x[part], y[part]))
+        losses.append(float(F.cross_entropy(model(x), y).detach()))
+    assert losses[0] < 0.5 and abs(losses[1] - losses[0]) < 0.1 * losses[0], losses

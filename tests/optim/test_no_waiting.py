@@ -1,0 +1,103 @@
+"""In steady state a step never reads a number back from the device: no ``.item()``, no ``if`` on a tensor."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL, splits
+from kfqn_ext.optim.late_warning import LateWarning
+from kfqn_ext.optim.sides import LimitedHessianAction
+
+COMMON: dict[str, Any] = {"lr": 0.05, "damping": 0.5, "curvature_update_freq": 2}
+MAKERS: dict[str, Any] = {
+    "KBFGS": lambda model: KBFGS(model, **COMMON),
+    "KBFGS, bfloat16": lambda model: KBFGS(model, direction_dtype=torch.bfloat16, **COMMON),
+    "KBFGS, step cap": lambda model: KBFGS(model, step_cap=1.0, **COMMON),
+    "KBFGSL": lambda model: KBFGSL(model, history_size=2, **COMMON),
+    "KBFGSL, long": lambda model: KBFGSL(model, history_size=100, **COMMON),
+    "KBFGS20": lambda model: KBFGS20(model, **COMMON),
+    "KBFGSL20": lambda model: KBFGSL20(model, history_size=2, **COMMON),
+    "ProvableKBFGSL": lambda model: ProvableKBFGSL(model, lr=0.05, curvature_update_freq=2),
+    "KFAC": lambda model: KFAC(model, lr=0.05, damping=0.5, stats_update_freq=2, inverse_update_freq=3),
+    "trace split": lambda model: KroneckerOptimizer(model, recipe=replace(KBFGS.recipe, split=splits.trace), **COMMON),
+    "L-BFGS for H_A": lambda model: KroneckerOptimizer(
+        model, recipe=replace(KBFGS.recipe, input_side=LimitedHessianAction(memory=2)), **COMMON
+    ),
+}
+# What makes the host wait: reading a number, and results whose shape depends on numbers.
+READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "allclose"}
+
+
+class Reads(TorchDispatchMode):
+    """Collects reads of numbers, except from tensors that live on the host whatever the device."""
+
+    def __init__(self, on_host: set[int]) -> None:
+        super().__init__()
+        self.on_host, self.found = on_host, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in READS and args[0].data_ptr() not in self.on_host and args[0].dtype != torch.int64:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    )
+
+
+def batch(model: nn.Module, k: int) -> Minibatch:
+    x = torch.randn(8, 2, 7, 7, generator=torch.Generator().manual_seed(k))
+    return Minibatch(model, F.cross_entropy, x, torch.arange(8) % 3)
+
+
+def reads(optimizer: Any, model: nn.Module, steps: range) -> list[str]:
+    on_host = {s["num_locations"].data_ptr() for s in optimizer.state.values() if "num_locations" in s}
+    with Reads(on_host) as mode:
+        for k in steps:
+            optimizer.step(batch(model, k))
+    return mode.found
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_reads_nothing_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six steps with and without updates, after the two that make the initial curvature."""
+    # Warnings are read at once on a CPU, on a GPU when they have arrived.
+    monkeypatch.setattr(LateWarning, "_read", lambda self, flag: None)
+    model = net()
+    optimizer = MAKERS[name](model)
+    for k in range(2):
+        optimizer.step(batch(model, k))
+    assert reads(optimizer, model, range(2, 8)) == []
+
+
+def test_the_count_can_fail() -> None:
+    """It sees the one wait that there is: initial curvature is checked when it is made."""
+    model = net()
+    assert reads(KBFGS(model, **COMMON), model, range(2)) != []
+
+
+def test_it_sees_what_python_does_with_tensors() -> None:
+    x: Tensor = torch.ones(2)
+    for read in (
+        lambda: x[0].item(),
+        lambda: bool(x[0] > 0),
+        lambda: float(x[0]),
+        lambda: x.equal(x),
+    ):
+        with Reads(set()) as mode:
+            read()
+        assert mode.found, read

@@ -1,0 +1,156 @@
+"""``second_pass_fraction``: curvature from the first data of a minibatch, the gradient from all of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backpack import backpack
+from torch import Tensor, nn
+
+from kfqn_ext import extend
+from kfqn_ext.extensions import KBFGSQuantities
+from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch
+
+COMMON: dict[str, Any] = {"lr": 0.05, "damping": 1.0, "curvature_update_freq": 1}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 3)).double()
+
+
+def data(k: int, size: int = 10) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(size, 2, 5, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (size,), generator=generator)
+
+
+def loss_fn(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda output, y: F.cross_entropy(output, y, reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("share", [0.25, 0.3, 1.0])
+def test_a_share_is_the_first_data(share: float, reduction: str) -> None:
+    """In one pass over the whole batch, the quantities of a pass over its first data: 3 of 10, 3 of 10, 10 of 10."""
+    model, (x, y) = extend(net()), data(0)
+    part, alone = KBFGSQuantities(reduction, subsampling=share), KBFGSQuantities(reduction)
+    with backpack(part):
+        loss_fn(reduction)(model(x), y).backward()
+    size = 10 if share == 1 else 3
+    with backpack(alone):
+        loss_fn(reduction)(model(x[:size]), y[:size]).backward()
+    for module in (model[0], model[3]):
+        p, q = part[module], alone[module]
+        assert p.num_data == size
+        for name in ("a_bar", "h_bar", "dh_bar"):
+            torch.testing.assert_close(getattr(p, name), getattr(q, name), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(p.A @ p.a_bar, q.A @ q.a_bar, rtol=1e-12, atol=1e-14)
+
+
+def by_hand(share: float, reduction: str) -> tuple[nn.Module, Any]:
+    """The gradient of the whole batch, and pairs of two passes over its first data."""
+    model = net()
+    optimizer = KBFGS(model, reduction=reduction, second_pass_fraction=share, **COMMON)
+    for k in range(6):
+        x, y = data(k)
+        with optimizer.first_pass():
+            optimizer.zero_grad()
+            loss_fn(reduction)(model(x), y).backward()
+        optimizer.step()
+        with optimizer.second_pass():
+            loss_fn(reduction)(model(x[:4]), y[:4]).backward()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_minibatch_runs_its_part(reduction: str) -> None:
+    expected, _ = by_hand(0.4, reduction)
+    model = net()
+    optimizer = KBFGS(model, reduction=reduction, second_pass_fraction=0.4, **COMMON)
+    for k in range(6):
+        optimizer.step(Minibatch(model, loss_fn(reduction), *data(k)))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+    assert all(d.G is not None and d.G.kept == 6 for d in optimizer.diagnostics())
+
+
+def test_pairs_are_those_of_the_part() -> None:
+    """s_G and y_G after one step: Δh̄ and Δ∂h̄ of the first four data under the whole batch's step, by autograd."""
+    model = net()
+    optimizer = KBFGS(model, second_pass_fraction=0.4, **COMMON)
+    x, y = data(0)
+
+    def means() -> tuple[Tensor, Tensor]:
+        h = model[:3](x[:4]) @ model[3].weight.T + model[3].bias
+        h = h.detach().requires_grad_()
+        (g,) = torch.autograd.grad(F.cross_entropy(h, y[:4]), h)
+        return h.detach().mean(0), g.sum(0)
+
+    before = means()
+    optimizer.step(Minibatch(model, F.cross_entropy, x, y))
+    after = means()
+    state = optimizer.state[model[3].weight]
+    for name, old, new in zip(("s_G", "y_G"), before, after, strict=True):
+        torch.testing.assert_close(state[name], 0.1 * (new - old), rtol=1e-10, atol=1e-14)
+
+
+def test_the_gradient_is_that_of_all_data() -> None:
+    """The first step, before anything was learned, is the same."""
+    runs = []
+    for share in (1.0, 0.2):
+        model = net()
+        KBFGS(model, second_pass_fraction=share, **COMMON).step(Minibatch(model, F.cross_entropy, *data(0)))
+        runs.append(list(model.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(*runs, strict=True))
+
+
+def test_kfac_takes_its_factors_from_the_part() -> None:
+    """Ω of the first minibatch is that of its first data."""
+    model = net()
+    optimizer = KFAC(model, lr=0.05, damping=1.0, second_pass_fraction=0.4)
+    x, y = data(0)
+    a = torch.cat((model[:3](x[:4]).detach(), torch.ones(4, 1, dtype=x.dtype)), 1)
+    optimizer.step(Minibatch(model, nn.CrossEntropyLoss(), x, y))
+    torch.testing.assert_close(optimizer.state[model[3].weight]["Omega"], a.T @ a / 4, rtol=1e-12, atol=1e-14)
+
+
+def test_a_second_pass_over_other_data_is_noticed() -> None:
+    model = net()
+    optimizer = KBFGS(model, second_pass_fraction=0.4, **COMMON)
+    x, y = data(0)
+    with optimizer.first_pass():
+        F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="4 data at .* in the first pass and 10"), optimizer.second_pass():
+        F.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
+def test_shares_out_of_range_are_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="second_pass_fraction"):
+        KBFGS(net(), second_pass_fraction=share, **COMMON)
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm1d(5), nn.Dropout(0.1)], ids=["BatchNorm", "Dropout"])
+def test_modules_that_look_at_the_batch_are_refused_by_name(module: nn.Module) -> None:
+    """Before anything has moved; in eval mode they do no harm."""
+    model = nn.Sequential(nn.Linear(4, 5), module, nn.Linear(5, 3))
+    optimizer = KBFGSL(model, second_pass_fraction=0.5, **COMMON)
+    minibatch = Minibatch(model, F.cross_entropy, torch.randn(8, 4), torch.arange(8) % 3)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=rf"1 \({type(module).__name__}\).*eval mode"):
+        optimizer.step(minibatch)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)) and not optimizer.state
+    module.eval()
+    optimizer.step(minibatch)
+
+
+def test_closures_without_parts_are_refused() -> None:
+    model = net()
+    optimizer = KBFGS(model, second_pass_fraction=0.5, **COMMON)
+    with pytest.raises(TypeError, match="Pass a Minibatch"):
+        optimizer.step(lambda: F.cross_entropy(model(data(0)[0]), data(0)[1]))
+    with pytest.raises(TypeError, match="can't take a part of dict"):
+        Minibatch(model, F.cross_entropy, {"x": 1}, None).part(0.5)
