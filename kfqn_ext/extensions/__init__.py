@@ -3,7 +3,7 @@
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.gram import Gram, InputGram
 from kfqn_ext.extensions.hooks import extend, input_gradients_only, unextend
-from kfqn_ext.extensions.kbfgs import GramOperator, KBFGSQuantities, LayerMoments
+from kfqn_ext.extensions.kbfgs import GramOperator, KBFGSQuantities, LayerMoments, ShiftInvariantQuantities
 from kfqn_ext.extensions.kfac import KFACFactors, KroneckerFactors
 from kfqn_ext.extensions.power import FactorPower, Power
 
@@ -18,6 +18,7 @@ __all__ = [
     "LayerExtension",
     "LayerMoments",
     "Power",
+    "ShiftInvariantQuantities",
     "extend",
     "input_gradients_only",
     "unextend",

@@ -180,16 +180,30 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
 
     def _moments(self, layer: LayerPass, a_bar: Tensor, s: Tensor | None) -> LayerMoments:
         geometry = layer.geometry
-        mean = layer.grad_scale / (layer.num_data * layer.num_locations)
+        dh_bar, dh_noise = self._mean_gradient(layer)
         A = GramOperator(geometry, (layer.x,))
         return LayerMoments(
             a_bar=a_bar,
             h_bar=geometry.multiply(layer.weight, layer.bias, a_bar),
-            dh_bar=geometry.sum_outputs(layer.g) * mean,
-            dh_noise=geometry.sum_abs_outputs(layer.g) * (mean * _ROUNDING * layer.eps),
+            dh_bar=dh_bar,
+            dh_noise=dh_noise,
             num_data=layer.num_data,
             num_locations=layer.num_locations,
             operator=A if self.probe is None else None,
             s=s,
             A_s=None if s is None else A @ s,
         )
+
+    def _mean_gradient(self, layer: LayerPass) -> tuple[Tensor, Tensor]:
+        """∂h̄ and its noise."""
+        mean = layer.grad_scale / (layer.num_data * layer.num_locations)
+        total, size = layer.geometry.sum_outputs(layer.g), layer.geometry.sum_abs_outputs(layer.g)
+        return total * mean, size * (mean * _ROUNDING * layer.eps)
+
+
+class ShiftInvariantQuantities(KBFGSQuantities):
+    """The same for layers of which ∂h̄ = 0 is known, before a normalization: the output's gradient is not read."""
+
+    def _mean_gradient(self, layer: LayerPass) -> tuple[Tensor, Tensor]:
+        zero = layer.g.new_zeros((*layer.geometry.blocks, layer.geometry.d_out))
+        return zero, zero

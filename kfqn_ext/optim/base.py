@@ -154,7 +154,9 @@ class KroneckerOptimizer(LearningOptimizer):
         for kind in blocks.start_kinds(self.recipe) - {"factors"}:
             wanted[kind] = wanted.get(kind, set()) | fresh
         probe = None if keep_inputs else self._probe
-        measurement = Measurement(wanted, self._reduction, probe, loss_scale, self._first_pass_share)
+        self._spare()
+        spared = {layer.module for layer in self._spared}
+        measurement = Measurement(wanted, self._reduction, probe, loss_scale, self._first_pass_share, spared)
         gradients = self._watch_gradients()
         if self.recipe.second_pass is not SecondPass.NONE and (due or fresh):
             self._replay.record()

@@ -27,8 +27,10 @@ class LearningOptimizer(PlannedOptimizer):
         self._refreshing: Work = []
         # Layers whose H_G has learned nothing, as shifts of their output are removed, and by which module.
         self._normalized: dict[Layer, nn.Module] | None = None  # None: not looked for yet
+        self._spared: set[Layer] = set()  # those of them that need no output side in this step
         cheaper = recipe.output_side.where_shifts_are_removed()
-        self._recipe_of_normalized = None if cheaper is None else replace(recipe, output_side=cheaper)
+        self._spares = cheaper is not None
+        self._recipe_of_normalized = replace(recipe, output_side=cheaper or recipe.output_side)
         super().__init__(model, params, recipe, defaults)
 
     def warm_start(
@@ -58,15 +60,16 @@ class LearningOptimizer(PlannedOptimizer):
                 self._start(layer, group, measured[layer])
 
     def _recipe_of(self, layer: Layer) -> Recipe:
-        norm = self._normalized.get(layer) if self._normalized else None
-        if norm is None or self._recipe_of_normalized is None or not removes_shifts(norm):
-            return self.recipe
-        return self._recipe_of_normalized
+        return self._recipe_of_normalized if layer in self._spared else self.recipe
+
+    def _spare(self) -> None:
+        """Find out which layers need no output side in the step that begins: modules change their mode."""
+        self._spared = {layer for layer, norm in (self._normalized or {}).items() if removes_shifts(norm)}
 
     @contextmanager
     def _look_for_normalizers(self, layers: Collection[nn.Module]) -> Iterator[Normalizers | None]:
         """Look, once, for the layers before a normalization, where the recipe has a cheaper output side for them."""
-        if self._normalized is not None or not layers or self._recipe_of_normalized is None:
+        if self._normalized is not None or not layers or not self._spares:
             yield None
             return
         with find_normalizers(self._model, layers) as found:
@@ -81,6 +84,7 @@ class LearningOptimizer(PlannedOptimizer):
             self._normalized = {
                 layer: found[layer.module] for layer in candidates if self._needs_no_output_side(layer, first)
             }
+            self._spare()
 
     def _needs_no_output_side(self, layer: Layer, first: Measurement) -> bool:
         moments, seen = first.of(layer.module).moments, self.state[layer.weight].get("pairs_seen_G")

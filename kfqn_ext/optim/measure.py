@@ -1,13 +1,21 @@
 """The extensions of one pass: made as the recipe's sides ask for them, read layer by layer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfqn_ext.extensions import FactorPower, InputGram, KBFGSQuantities, KFACFactors, LayerExtension
+from kfqn_ext.extensions import (
+    FactorPower,
+    InputGram,
+    KBFGSQuantities,
+    KFACFactors,
+    LayerExtension,
+    ShiftInvariantQuantities,
+)
 from kfqn_ext.extensions.kbfgs import Probe
+from kfqn_ext.geometry import Subsampling
 from kfqn_ext.optim.sides import Measured
 from kfqn_ext.optim.sides.base import Kind
 
@@ -24,6 +32,7 @@ class Measurement:
         probe: Probe | None,
         loss_scale: float | None = None,
         share: float = 1.0,
+        shift_invariant: Collection[nn.Module] = (),
     ) -> None:
         """Make the extensions.
 
@@ -33,59 +42,66 @@ class Measurement:
             probe: Chooses the direction s of A s for each layer, or None; without it, the layers' inputs are kept.
             loss_scale: What the loss is multiplied with, where it is.
             share: Of which share of each batch to take the moments; all else is taken of the whole.
+            shift_invariant: Modules of which ∂h̄ = 0 is known.
         """
-        self._by_kind: dict[Kind, LayerExtension[Any]] = {}
+        self._by_kind: list[tuple[Kind, LayerExtension[Any]]] = []
         for kind, modules in wanted.items():
-            modules = list(modules)
-            if modules:
-                self._by_kind[kind] = _make(kind, modules, reduction, probe, share)
-                self._by_kind[kind].loss_scale = loss_scale
+            spared = [m for m in modules if m in shift_invariant] if kind == "moments" else []
+            rest = [m for m in modules if m not in spared]
+            if spared:
+                moments = ShiftInvariantQuantities(reduction, _subsampling(share), probe, modules=spared)
+                self._by_kind.append((kind, moments))
+            if rest:
+                self._by_kind.append((kind, _make(kind, rest, reduction, probe, share)))
+        for ext in self.extensions:
+            ext.loss_scale = loss_scale
+            ext.mirrored = False  # the optimizer's own results die with the step
+            ext.accumulate = True  # over backward passes, as .grad does
 
     @property
     def extensions(self) -> tuple[LayerExtension[Any], ...]:
         """What ``backpack(...)`` is to activate."""
-        return tuple(self._by_kind.values())
+        return tuple(ext for _, ext in self._by_kind)
 
     @property
     def only_empty_batches(self) -> bool:
         """Whether layers were reached, but never with a datum."""
-        reached = any(ext.saw_empty_batch for ext in self._by_kind.values())
+        reached = any(ext.saw_empty_batch for ext in self.extensions)
         return reached and self.reached_nothing
 
     @property
     def reached_nothing(self) -> bool:
         """Whether no layer was measured."""
-        return not any(len(ext) for ext in self._by_kind.values())
+        return not any(len(ext) for ext in self.extensions)
 
     @property
     def lacks_loss_scale(self) -> bool:
         """Whether gradients came in float16 and nobody said how the loss was scaled."""
-        return any(ext.saw_half and ext.loss_scale is None for ext in self._by_kind.values())
+        return any(ext.saw_half and ext.loss_scale is None for ext in self.extensions)
 
     def not_finite(self) -> Tensor:
         """Whether an output gradient that was measured is not finite, bool []."""
-        moments, factors = self._by_kind.get("moments"), self._by_kind.get("factors")
-        seen = [] if moments is None else [q.dh_bar for q in moments.values()]
-        seen += [] if factors is None else [q.Gamma.diagonal(dim1=-2, dim2=-1) for q in factors.values()]
+        seen = [q.dh_bar for kind, ext in self._by_kind if kind == "moments" for q in ext.values()]
+        factors = [q for kind, ext in self._by_kind if kind == "factors" for q in ext.values()]
+        seen += [q.Gamma.diagonal(dim1=-2, dim2=-1) for q in factors]
         return torch.stack([torch.isfinite(v).all() for v in seen]).all().logical_not() if seen else _FALSE
 
     def of(self, module: nn.Module) -> Measured:
         """What was measured of a module."""
-        return Measured(**{kind: ext[module] for kind, ext in self._by_kind.items() if module in ext})
+        return Measured(**{kind: ext[module] for kind, ext in self._by_kind if module in ext})
 
 
 def _make(
     kind: Kind, modules: list[nn.Module], reduction: str, probe: Probe | None, share: float
 ) -> LayerExtension[Any]:
-    ext: LayerExtension[Any]
     if kind == "moments":
-        ext = KBFGSQuantities(reduction, subsampling=share if share < 1 else None, probe=probe, modules=modules)
-    elif kind == "gram":
-        ext = InputGram(modules=modules)
-    elif kind == "factors":
-        ext = KFACFactors(reduction, modules=modules)
-    else:
-        ext = FactorPower(reduction, modules=modules)
-    ext.mirrored = False  # the optimizer's own results die with the step
-    ext.accumulate = True  # over backward passes, as .grad does
-    return ext
+        return KBFGSQuantities(reduction, _subsampling(share), probe, modules=modules)
+    if kind == "gram":
+        return InputGram(modules=modules)
+    if kind == "factors":
+        return KFACFactors(reduction, modules=modules)
+    return FactorPower(reduction, modules=modules)
+
+
+def _subsampling(share: float) -> Subsampling:
+    return share if share < 1 else None
