@@ -70,9 +70,9 @@ def _common(settings: Settings) -> dict[str, Any]:
     return dict(lr=settings.lr, damping=settings.damping, momentum=MOMENTUM, weight_decay=settings.weight_decay)
 
 
-def _quasi_newton(class_name: str, model: nn.Module, settings: Settings) -> Optimizer:
+def _quasi_newton(class_name: str, model: nn.Module, settings: Settings, **options: Any) -> Optimizer:
     # By name, when it is built: one missing class does not take the others with it.
-    return getattr(zoo, class_name)(model, curvature_update_freq=settings.update_freq, **_common(settings))
+    return getattr(zoo, class_name)(model, curvature_update_freq=settings.update_freq, **_common(settings), **options)
 
 
 def _ablation(side: str, model: nn.Module, settings: Settings) -> Optimizer:
@@ -140,6 +140,14 @@ METHODS: dict[str, Method] = {
     ),
     "kbfgs-limited-a": Method(
         "K-BFGS (L-BFGS on A)", partial(_changed, {"input_side": LimitedHessianAction()}), update_freq=1
+    ),
+    "kbfgs-rounded": Method(
+        "K-BFGS (bfloat16 direction)", partial(_quasi_newton, "KBFGS", direction_dtype=torch.bfloat16), update_freq=1
+    ),
+    "kbfgs-part": Method(
+        "K-BFGS (bfloat16 direction, pairs of a quarter of the batch)",
+        partial(_quasi_newton, "KBFGS", direction_dtype=torch.bfloat16, second_pass_fraction=0.25),
+        update_freq=1,
     ),
     "provable": Method("K-BFGS(L), algo_7", _provable, update_freq=1),
     "kbfgs-moving-a": Method("K-BFGS (#2 off)", partial(_ablation, "input_side"), update_freq=1),

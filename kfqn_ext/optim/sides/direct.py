@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg import damped_inverse
+from kfqn_ext.linalg import damped_inverse, flush_
 from kfqn_ext.optim.sides.base import InputSide, Kind, Measured, OutputSide, Seen, State
 
 
@@ -17,7 +17,7 @@ def _mean_eigenvalue(A: Tensor) -> Tensor:
 def _move_towards(average: Tensor, value: Tensor, decay: float, seen: Seen) -> None:
     """Move: average ← β average + (1 - β) value, where the value is finite."""
     finite = torch.isfinite(value).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
-    average.lerp_(torch.where(finite, value, average), 1.0 - decay)
+    flush_(average.lerp_(torch.where(finite, value, average), 1.0 - decay))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg import bfgs_update_, damped_inverse
+from kfqn_ext.linalg import bfgs_update_, damped_inverse, flush_
 from kfqn_ext.optim.sides.base import InputSide, Kind, Seen, State, count, start_count, times
 from kfqn_ext.optim.sides.pairs import check_memory, start_pairs, times_pairs, update_pairs
 
@@ -74,7 +74,7 @@ class MovingHessianAction(HessianAction):
         moments, A = seen.first.moments, seen.first.A
         assert moments is not None and A is not None
         finite = torch.isfinite(A).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
-        state["A"].lerp_(torch.where(finite, A, state["A"]), 1.0 - self.decay)
+        flush_(state["A"].lerp_(torch.where(finite, A, state["A"]), 1.0 - self.decay))
         s = times(state["H_A"], moments.a_bar)
         _note_leverage(state, s, seen)
         s = torch.where(seen.finite, s, 0.0)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg import bfgs_update_, powell_lm
+from kfqn_ext.linalg import bfgs_update_, flush_, powell_lm
 from kfqn_ext.linalg.pairs import common_scale, dot
 from kfqn_ext.optim.sides.base import Kind, Measured, OutputSide, Seen, State, count, start_count
 from kfqn_ext.optim.sides.pairs import check_memory, start_pairs, times_pairs, update_pairs
@@ -69,7 +69,7 @@ def _average_pair(state: State, seen: Seen, decay: float) -> tuple[Tensor, Tenso
     noise = after.dh_noise + before.dh_noise
     news = (dot(y, y) > dot(noise, noise)) & torch.isfinite(dot(s, s) + dot(y, y)) & seen.finite
     for name, value in (("s_G", s), ("y_G", y)):
-        state[name].copy_(torch.where(news, torch.lerp(value, state[name], decay), state[name]))
+        flush_(state[name].copy_(torch.where(news, torch.lerp(value, state[name], decay), state[name])))
     return *common_scale(state["s_G"], state["y_G"]), news
 
 
