@@ -106,7 +106,8 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
     """ā, h̄, ∂h̄ and products with A for each layer, in an ordinary backward pass.
 
     The result, a :class:`LayerMoments`, is ``weight.kbfgs`` and ``ext[module]``. Nothing is unfolded: ā is taken
-    from the batch mean of the input, h̄ = W ā, and A s costs one convolution with one filter and its weight gradient.
+    from the batch mean of the input, h̄ = W ā, and A s costs two products of the input with one
+    column for each place of the kernel.
 
     Example:
         >>> import torch

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kfqn_ext.geometry.base import LayerGeometry, register
+from kfqn_ext.geometry.sum_abs import sum_abs
 
 
 def _by_location(x: Tensor) -> Tensor:
@@ -54,8 +55,7 @@ class LinearGeometry(LayerGeometry):
         return g.flatten(0, -2).sum(0)
 
     def sum_abs_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
-        norms: Tensor = torch.linalg.vector_norm(g.flatten(0, -2), ord=1, dim=0)
-        return norms
+        return sum_abs(g.flatten(0, -2), (0,))
 
     def patches(self, x: Tensor) -> Tensor:  # noqa: D102
         x = _by_location(x)

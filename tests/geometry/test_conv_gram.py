@@ -30,18 +30,20 @@ def geometry(layer: Any) -> ConvGeometry:
 
 @st.composite
 def stride_1_layers(draw: st.DrawFn) -> tuple[Any, Tensor]:
-    """A convolution of stride and dilation 1 with its input; its output has one location or some more."""
+    """A convolution of stride 1 with its input; its output has one location or some more."""
     dims = draw(st.integers(1, 3))
     kernel = [draw(st.integers(1, 4 if dims < 3 else 3)) for _ in range(dims)]
-    sides = [draw(st.integers(0, k - 1)) for k in kernel]
-    padding: Any = "same" if draw(st.booleans()) else sides
+    dilation = [draw(st.integers(1, 2)) for _ in range(dims)]
+    reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    # More padding than the kernel reaches: there are patches of zeros only.
+    padding: Any = "same" if draw(st.booleans()) else [draw(st.integers(0, r + 1)) for r in reach]
     # Room for the kernel, and for a reflection or a circle, which need more places than they pad.
-    size = [k + draw(st.integers(0, 5)) for k in kernel]
+    size = [r + 2 + draw(st.integers(0, 4)) for r in reach]
     groups = draw(st.integers(1, 3))
     i, o = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
-    mode, bias = draw(st.sampled_from(MODES)), draw(st.booleans())
+    options = {"padding_mode": draw(st.sampled_from(MODES)), "bias": draw(st.booleans()), "groups": groups}
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    layer = CONVS[dims](i, o, kernel, padding=padding, padding_mode=mode, groups=groups, bias=bias, dtype=F64)
+    layer = CONVS[dims](i, o, kernel, padding=padding, dilation=dilation, **options, dtype=F64)
     return layer, torch.randn(draw(st.integers(1, 3)), i, *size, dtype=F64)
 
 
@@ -50,46 +52,48 @@ def stride_1_layers(draw: st.DrawFn) -> tuple[Any, Tensor]:
 def test_correlations_equal_patches_at_any_size(case: tuple[Any, Tensor]) -> None:
     """Also where the output has fewer locations than the kernel has places, and no core of the input is left."""
     layer, x = case
-    g, padded = geometry(layer), geometry(layer).pad(x)
-    A = correlation_gram(padded, g.kernel_size, g.groups, conv._WEIGHT_GRAD[g.dims]) / len(x)
+    g = geometry(layer)
+    x_padded, padding = g._prepare(x)
     inner = g.d_in - g.has_bias
-    assert_close(A, explicit_gram(layer, x).reshape(g.groups, g.d_in, g.d_in)[:, :inner, :inner], 1e-12)
+    A = torch.empty(g.groups, inner, inner, dtype=F64)
+    correlation_gram(x_padded, g.kernel_size, g.dilation, padding, g.groups, out=A)
+    assert_close(A / len(x), explicit_gram(layer, x).reshape(g.groups, g.d_in, g.d_in)[:, :inner, :inner], 1e-12)
 
 
-# The switch: the output must have 4 (k - 1) locations along every dimension.
-SWITCH = [
-    (1, (3,), (8,), True),
-    (1, (3,), (7,), False),
-    (2, (3, 3), (8, 8), True),
-    (2, (3, 3), (8, 7), False),
-    (2, (3, 1), (8, 1), True),
-    (2, (1, 1), (8, 8), False),  # no two offsets: patches are the input
-    (2, (2, 4), (4, 12), True),
-    (2, (2, 4), (4, 11), False),
-    (3, (3, 2, 2), (8, 4, 4), True),
-    (3, (3, 2, 2), (7, 4, 4), False),
+# The switch: stride 1, more than one place in the kernel, 16 channels a group.
+SWITCH: list[tuple[int, Any, dict[str, Any], bool]] = [
+    (16, (3,), {}, True),
+    (15, (3,), {}, False),
+    (16, (3, 3), {"padding": 1}, True),
+    (16, (3, 3), {"padding": "same", "dilation": 2}, True),
+    (16, (2, 4), {"padding": "same"}, True),
+    (16, (3, 3), {"stride": (1, 2)}, False),
+    (16, (1, 1), {}, False),  # no two offsets: patches are the input
+    (16, (3, 1), {}, True),
+    (8, (3, 3), {"padding": 1}, False),
+    (16, (3, 2, 2), {"padding": 1}, True),
+    (8, (3, 2, 2), {"padding": 1}, False),
 ]
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("groups", "dims", "kernel", "locations", "pays"), [(g, *s) for g in (1, 2) for s in SWITCH])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("channels", "kernel", "options", "pays"), SWITCH)
 def test_gram_on_both_sides_of_the_switch(
-    dims: int, kernel: Any, locations: Any, pays: bool, groups: int, mode: str, bias: bool
+    channels: int, kernel: Any, options: dict[str, Any], pays: bool, groups: int, mode: str, bias: bool
 ) -> None:
-    padding = [k // 2 for k in kernel]
-    size = [t + k - 1 - 2 * p for t, k, p in zip(locations, kernel, padding, strict=True)]
-    layer = CONVS[dims](4, 6, kernel, padding=padding, padding_mode=mode, groups=groups, bias=bias, dtype=F64)
-    x = torch.randn(3, 4, *size, dtype=F64)
-    assert tuple(layer(x).shape[2:]) == locations
-    assert geometry(layer)._correlations_pay(geometry(layer).pad(x)) == pays
+    i = groups * channels
+    layer = CONVS[len(kernel)](i, 2, kernel, **options, groups=groups, padding_mode=mode, bias=bias, dtype=F64)
+    x = torch.randn(3, i, *(6, 5, 7)[: len(kernel)], dtype=F64)
+    assert geometry(layer)._correlations_pay() == pays
     assert_close(geometry(layer).gram(x), explicit_gram(layer, x), 1e-12)
 
 
 def test_float32_is_as_precise_as_patches() -> None:
-    layer, x = CONVS[2](8, 4, 3, padding=1), torch.randn(16, 8, 16, 16)
+    layer, x = CONVS[2](16, 4, 3, padding=1), torch.randn(16, 16, 16, 16)
     want = explicit_gram(layer, x.double())
-    assert geometry(layer)._correlations_pay(geometry(layer).pad(x))
+    assert geometry(layer)._correlations_pay()
     A = geometry(layer).gram(x)
     assert_close(A, want, 2e-6)
     assert_close(A.mT, A, 1e-6)
@@ -97,11 +101,11 @@ def test_float32_is_as_precise_as_patches() -> None:
 
 
 @pytest.mark.parametrize("options", [{"stride": 2}, {"dilation": 2}, {"stride": (1, 3), "groups": 2}])
-def test_strided_and_dilated_layers_take_a_few_data_at_a_time(
+def test_layers_with_patches_take_a_few_data_at_a_time(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, x = CONVS[2](4, 6, 3, padding=1, dtype=F64, **options), torch.randn(7, 4, 20, 20, dtype=F64)
-    assert not geometry(layer)._correlations_pay(geometry(layer).pad(x))
+    assert not geometry(layer)._correlations_pay()
     at_once, sizes = [], []
     patches = ConvGeometry.patches
 
