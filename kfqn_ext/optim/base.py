@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from backpack import backpack
 from backpack.context import CTX
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from kfqn_ext.extensions import KBFGSQuantities, extend
-from kfqn_ext.optim import blocks
+from kfqn_ext.optim import blocks, checks
 from kfqn_ext.optim.gradient_watch import GradientWatch
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.learner import LearningOptimizer
@@ -136,7 +136,7 @@ class KroneckerOptimizer(LearningOptimizer):
             NotImplementedError: In several processes.
             ValueError: If all batches are empty; if a part of the minibatch would not be computed as within the whole.
         """
-        self._check_surroundings()
+        checks.surroundings(self)
         if self._state_is_empty:  # and nothing was loaded into it
             self.state.clear()
             self._state_is_empty = False
@@ -168,9 +168,7 @@ class KroneckerOptimizer(LearningOptimizer):
             yield
         if not gradients.changed:
             raise RuntimeError("No gradient changed in the first pass: it must run loss.backward().")
-        _check_loss_scale(measurement)
-        if measurement.only_empty_batches:
-            raise ValueError("The batch is empty: there is no datum to learn from. Drop empty batches.")
+        checks.first_pass(measurement)
         self._first = measurement
         if self.recipe.second_pass.sampled:
             reached = [(layer, group) for layer, group in trained if layer.weight.grad is not None]
@@ -226,7 +224,7 @@ class KroneckerOptimizer(LearningOptimizer):
                     "leave these parameters to a torch.optim optimizer."
                 ) from error
             raise
-        _check_loss_scale(second)
+        checks.loss_scale(second)
         with torch.no_grad():
             self._bad_second_passes.note(second.not_finite().to(finite.device) & finite)
             self._learn(due, first, second, finite)
@@ -262,16 +260,7 @@ class KroneckerOptimizer(LearningOptimizer):
             else:
                 self._advance(None)
             return None
-        if self.recipe.second_pass.sampled and not hasattr(closure, "sampled"):
-            raise TypeError(
-                f"{type(self).__name__} samples targets from the model's predictive distribution, which a plain "
-                "closure can't. Pass a Minibatch, or use first_pass() and second_pass()."
-            )
-        if self._share < 1 and not hasattr(closure, "part"):
-            raise TypeError(
-                f"second_pass_fraction={self._share}, but a plain closure can't run a part of its minibatch. Pass a "
-                "Minibatch, or run the first data of the minibatch yourself in first_pass() and second_pass()."
-            )
+        checks.closure(closure, type(self).__name__, self.recipe.second_pass.sampled, self._share)
         try:
             with torch.enable_grad(), self.first_pass():
                 loss = closure()
@@ -317,7 +306,11 @@ class KroneckerOptimizer(LearningOptimizer):
         if self._due and self._stepped:
             self._warn_once(_NEVER_RAN)
             self._due, self._first = [], None  # of an earlier step
-        self._check_ready(self._gradients(), loss)
+        checks.gradients(self._gradients())
+        if self._first is None and not any(blocks.is_started(self.state.get(w[0].weight)) for w in self._layers()):
+            raise RuntimeError(checks.NOTHING_MEASURED)
+        if self._step_cap is not None and loss is None:
+            raise RuntimeError("step_cap compares the step with the loss: pass a closure that returns the loss.")
         finite = self._finite()
         self._apply_schedules()
         first = self._first
@@ -346,42 +339,3 @@ class KroneckerOptimizer(LearningOptimizer):
             group["step"] += 1
         if not self._due:
             self._apply_schedules()
-
-    def _check_surroundings(self) -> None:
-        if "state" not in vars(self):  # Lightning's wrapper inherits from what it wraps and shares no attribute
-            raise RuntimeError(
-                "first_pass() was called on a trainer's wrapper, which keeps what it measures from the optimizer. Call "
-                "it on the optimizer inside: optimizer.optimizer.first_pass(), and second_pass() alike."
-            )
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            raise NotImplementedError(
-                f"{type(self).__name__} in {distributed.get_world_size()} processes: each would learn its curvature "
-                "from its own share of the data, and the copies of the model would drift apart. Train in one process; "
-                "the quantities of KBFGSQuantities can be averaged over processes, weighted by num_data."
-            )
-
-    def _check_ready(self, grads: list[Tensor], loss: Tensor | None) -> None:
-        if not grads:
-            raise RuntimeError(
-                "No parameter has a gradient. The closure must run loss.backward(); without a closure, run it before "
-                "step(), inside `with optimizer.first_pass():`."
-            )
-        if any(g.is_sparse for g in grads):
-            raise RuntimeError("Sparse gradients are not supported: build embeddings with sparse=False.")
-        started = (blocks.is_started(self.state.get(layer.weight)) for layer, _ in self._layers())
-        if self._first is None and not any(started):
-            raise RuntimeError(
-                "step() has nothing measured to work with. Pass a closure, step(Minibatch(model, loss_fn, x, y)), or "
-                "run the backward pass inside `with optimizer.first_pass():`."
-            )
-        if self._step_cap is not None and loss is None:
-            raise RuntimeError("step_cap compares the step with the loss: pass a closure that returns the loss.")
-
-
-def _check_loss_scale(measurement: Measurement) -> None:
-    if measurement.lacks_loss_scale:
-        raise RuntimeError(
-            "Gradients arrived in float16, and nothing says how the loss was scaled. Without a closure, use "
-            "first_pass(loss_scale=scaler.get_scale()) and second_pass(loss_scale=scaler.get_scale()), with "
-            "loss_scale=1.0 where it is not scaled."
-        )
