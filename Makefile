@@ -42,8 +42,9 @@ docs: $(STAMP)  ## build the API reference in docs/_build
 	$(PY) -m pip install --quiet -e ".[docs]"
 	$(PY) -m pdoc --docformat google --math --output-directory docs/_build kfqn_ext
 
-bench: $(STAMP)  ## run the benchmarks against peers
-	$(PY) -m benchmarks
+bench: $(STAMP)  ## compare with other optimizers: time, memory, state; numbers and figure in runs/
+	$(PY) -m pip install --quiet -e ".[bench]"
+	$(PY) -m benchmarks --json runs/bench.json --figure runs/bench.png
 
 gpu-check: $(STAMP)  ## run the GPU tests; says so and succeeds without a GPU
 	$(PY) tests/gpu_check.py

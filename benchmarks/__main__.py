@@ -1,6 +1,6 @@
-"""Run the benchmarks: ``python -m benchmarks``; one of them with its options: ``python -m benchmarks.overhead``."""
-
-from benchmarks import overhead
+"""``python -m benchmarks``: see :mod:`benchmarks.compare`."""
 
 if __name__ == "__main__":
-    overhead.main()
+    from benchmarks.compare import main  # here: each process that measures memory imports this file again
+
+    main()

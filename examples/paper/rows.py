@@ -1,13 +1,19 @@
-"""One markdown row a run: loss by epoch, seconds, curvature pairs and memory.
+"""One markdown row a run: loss by epoch, seconds, curvature pairs and memory; and a figure of all runs.
 
-    python -m examples.paper.rows runs/*.jsonl
+    python -m examples.paper.rows runs/*.jsonl --figure runs/loss.png
 
 prints the tables of docs/results.md from the files that ``python -m examples.paper run --out`` has written.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
 
 from examples.paper.methods import METHODS
 from examples.paper.records import read
@@ -15,19 +21,46 @@ from examples.paper.records import read
 EPOCHS = (1, 2, 3, 4, 6, 8, 10, 14, 20)
 
 
-def main(paths: list[str]) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
-    runs = [read(Path(path)) for path in paths]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", type=Path, nargs="+")
+    parser.add_argument("--figure", type=Path, help="draw the losses against epochs and seconds")
+    options = parser.parse_args(arguments)
+    runs = [read(path) for path in options.logs]
+    print(table(runs))
+    if options.figure is not None:
+        draw(runs, options.figure)
+
+
+def table(runs: list[list[dict[str, Any]]]) -> str:
+    """Lay out the runs' logs as a markdown table, with what its numbers are and where they were measured."""
     last = max((int(e["epoch"]) for run in runs for e in run if e["kind"] == "epoch"), default=0)
-    epochs = [e for e in EPOCHS if e <= last]
+    epochs = [e for e in EPOCHS if e <= last] or [1]
     head = ["method", "(α, λ)", "T", "seed", *map(str, epochs), "s an epoch", "state MB", "pairs A", "pairs G"]
-    print("| " + " | ".join(head) + " |")
-    print("|---" * len(head) + "|")
-    for run in runs:
-        print("| " + " | ".join(_row(run, epochs)) + " |")
-    print("\nTraining loss on the whole set after each epoch; pairs as kept (damped) / skipped.\n")
-    for text in sorted({_machine(run) for run in runs}):
-        print(text)
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines += ["| " + " | ".join(_row(run, epochs)) + " |" for run in runs]
+    lines += ["", "Training loss on the whole set after each epoch; pairs as kept (damped) / skipped.", ""]
+    return "\n".join(lines + sorted({_machine(run) for run in runs}))
+
+
+def draw(runs: list[list[dict[str, Any]]], path: Path) -> None:
+    """Draw training loss against epochs and seconds, a line a run."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
+    for ax, against in zip(axes, ("epoch", "seconds"), strict=True):
+        for run in runs:
+            cell, records = run[0]["cell"], [e for e in run if e["kind"] == "epoch" and e.get("train_loss")]
+            label = f"{METHODS[cell['method']].title}, {cell['lr']:g}"
+            ax.plot([e[against] for e in records], [e["train_loss"] for e in records], label=label, linewidth=1.2)
+        ax.set(xlabel=against if against == "epoch" else "seconds of training", yscale="log")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("{x:g}")
+        ax.grid(alpha=0.3, which="both")
+    axes[0].set_ylabel("training loss")
+    axes[1].legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def _row(run: list[dict[str, Any]], epochs: list[int]) -> list[str]:
@@ -66,4 +99,4 @@ def _machine(run: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,0 +1,128 @@
+"""Who is compared: ours, torch's and other packages' optimizers, as a table."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from benchmarks import peers
+from benchmarks.problems import Setup
+from benchmarks.ready import DAMPING, LR, Ready
+from kfqn_ext.optim import KBFGS, KFAC, KroneckerOptimizer
+from kfqn_ext.optim.recipe import Recipe, SecondPass
+from kfqn_ext.optim.sides import LimitedHessianAction, ScaledIdentity
+
+Shares = Mapping[str, float]
+_NEVER = 10**9
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One optimizer.
+
+    Attributes:
+        build: Makes it, takes its first step, and says what kinds of steps it takes.
+        rows: Rows of the table: the shares of the kinds of steps that make up a mean step.
+    """
+
+    build: Callable[[Setup], Ready]
+    rows: Mapping[str, Shares]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of steps that any row needs."""
+        return list(dict.fromkeys(kind for shares in self.rows.values() for kind in shares))
+
+
+def every(T: int) -> Shares:
+    """One step of T is due, the others are not: 20 steps at T = 20, divided by 20, with the noise of neither."""
+    return {"ordinary": 1 - 1 / T, "due": 1 / T}
+
+
+def every_two(T1: int, T2: int) -> Shares:
+    """Statistics each T₁ steps, inverses each T₂, which is a multiple of T₁."""
+    return {"ordinary": 1 - 1 / T1, "due": 1 / T1 - 1 / T2, "inverse": 1 / T2}
+
+
+def _first_order(make: Callable[..., Optimizer], setup: Setup) -> Ready:
+    optimizer, batch = make(setup.model.parameters(), lr=LR), setup.batch
+    optimizer.step(batch)
+    return Ready({"ordinary": lambda: optimizer.step(batch)}, optimizer)
+
+
+def _kronecker(make: Callable[..., KroneckerOptimizer], setup: Setup) -> Ready:
+    optimizer, batch = make(setup.model, lr=LR, damping=DAMPING), setup.batch
+    optimizer.step(batch)
+
+    def step(learn_every: int, invert_every: int) -> None:
+        for group in optimizer.param_groups:
+            group["curvature_update_freq"], group["inverse_update_freq"] = learn_every, invert_every
+        optimizer.step(batch)
+
+    steps = {"ordinary": partial(step, _NEVER, _NEVER), "due": partial(step, 1, _NEVER), "inverse": partial(step, 1, 1)}
+    start = partial(optimizer.warm_start, [setup.x], progress=False)
+    return Ready({"warm start": start, **steps}, optimizer)
+
+
+def _kbfgs(**options: Any) -> Callable[[Setup], Ready]:
+    return partial(_kronecker, partial(KBFGS, curvature_update_freq=1, **options))
+
+
+def _changed(recipe: Recipe, **options: Any) -> Callable[[Setup], Ready]:
+    return partial(_kronecker, partial(KroneckerOptimizer, recipe=recipe, curvature_update_freq=1, **options))
+
+
+_ONE_PASS = replace(KBFGS.recipe, output_side=ScaledIdentity(), second_pass=SecondPass.NONE)
+_FEW_PAIRS = replace(KBFGS.recipe, input_side=LimitedHessianAction(memory=20))
+
+
+def _kfac(**options: Any) -> Callable[[Setup], Ready]:
+    return partial(_kronecker, partial(KFAC, stats_update_freq=1, inverse_update_freq=1, **options))
+
+
+CONTENDERS: dict[str, Contender] = {
+    "sgdm": Contender(
+        partial(_first_order, partial(torch.optim.SGD, momentum=0.9, foreach=True)), {"SGD-m": {"ordinary": 1}}
+    ),
+    "adam": Contender(partial(_first_order, partial(torch.optim.Adam, foreach=True)), {"Adam": {"ordinary": 1}}),
+    "kbfgs": Contender(
+        _kbfgs(),
+        {
+            "K-BFGS, T = 20": every(20),
+            "K-BFGS, T = 1": {"due": 1},
+            "K-BFGS, a step that is not due": {"ordinary": 1},
+            "K-BFGS, warm start on one minibatch": {"warm start": 1},
+        },
+    ),
+    "kbfgs-bf16": Contender(
+        _kbfgs(direction_dtype=torch.bfloat16),
+        {
+            "K-BFGS, T = 20, bfloat16": every(20),
+            "K-BFGS, T = 1, bfloat16": {"due": 1},
+            "K-BFGS, a step that is not due, bfloat16": {"ordinary": 1},
+        },
+    ),
+    "kbfgs-bf16-quarter": Contender(
+        _kbfgs(direction_dtype=torch.bfloat16, second_pass_fraction=0.25),
+        {"K-BFGS, T = 1, bfloat16, second pass on a quarter": {"due": 1}},
+    ),
+    "kbfgs-one-pass": Contender(
+        _changed(_ONE_PASS, direction_dtype=torch.bfloat16),
+        {"K-BFGS, T = 1, bfloat16, without an output side": {"due": 1}},
+    ),
+    "kbfgs-few-pairs": Contender(
+        _changed(_FEW_PAIRS),
+        {"K-BFGS, T = 20, H_A from 20 pairs": every(20), "K-BFGS, T = 1, H_A from 20 pairs": {"due": 1}},
+    ),
+    "kfac": Contender(_kfac(), {"KFAC (10, 100)": every_two(10, 100)}),
+    "kfac-bf16": Contender(_kfac(direction_dtype=torch.bfloat16), {"KFAC (10, 100), bfloat16": every_two(10, 100)}),
+    "curvlinops": Contender(peers.curvlinops_kfac, {"curvlinops' KFAC (10)": every(10)}),
+    "singd": Contender(peers.singd, {"singd (10)": every(10)}),
+    "asdfghjkl": Contender(peers.asdfghjkl_kfac, {"asdfghjkl's KFAC (10, 100)": every_two(10, 100)}),
+    "shampoo": Contender(
+        peers.shampoo, {"pytorch-optimizer's Shampoo (1)": {"due": 1}, "pytorch-optimizer's Shampoo (10)": every(10)}
+    ),
+}

@@ -1,0 +1,51 @@
+"""Options that the benchmarks share."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.problems import PROBLEMS
+from examples.hessian_ladder import put_between_marks
+from examples.paper import environment
+
+
+def parser(doc: str | None, problems: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options that all have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if problems:
+        parser.add_argument("--problem", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), help="which ones")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--turns", type=int, default=7, help="how often everything is measured; medians count")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--quick", action="store_true", help="small networks, to see that it runs")
+    return parser
+
+
+def add_pages(parser: argparse.ArgumentParser) -> None:
+    """Add the options of those that draw a figure and fill a page."""
+    parser.add_argument("--figure", type=Path, help="file for the figure")
+    parser.add_argument("--docs", type=Path, help="file whose marks receive the tables")
+
+
+def facts(device: torch.device, module: str) -> dict[str, Any]:
+    """What numbers depend on, and how they were made."""
+    command = " ".join([f"python -m {module}", *sys.argv[1:]])
+    return {"command": command, "environment": environment.describe(device)}
+
+
+def write(path: Path | None, results: dict[str, Any]) -> None:
+    """Write results, where a file is named."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+def show(docs: Path | None, part: str, text: str) -> None:
+    """Print a text, and put it between the marks of a part, where a file is named."""
+    if docs is not None:
+        put_between_marks(docs, part, text)
+    print(text)

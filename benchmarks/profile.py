@@ -1,0 +1,148 @@
+"""Where the time of a step goes: ``python -m benchmarks.profile --problem vgg16 --method kbfgs``.
+
+The parts of ``table_5``, as :mod:`examples.paper.costs` measures them, with two of them split further by clocks around
+what the two sides of a block do. On a GPU each clock waits for the device, so that parts add up to more than a step.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import matplotlib.pyplot as plt
+import torch
+
+from benchmarks import options
+from benchmarks.clock import now, prepare
+from benchmarks.parts import QuietBench
+from benchmarks.problems import PROBLEMS, QUICK, Workload
+from benchmarks.report import markdown, save
+from examples.paper.costs.formulas import Frequencies
+from examples.paper.methods import METHODS
+from kfqn_ext.optim.sides import InputSide, OutputSide
+
+# What a side's method does, in words.
+LEARN_A, LEARN_G, TIMES_A, TIMES_G = "update of H_A", "update of H_G", "product with H_A", "product with H_G"
+_RANGES = {
+    LEARN_A: (InputSide, ("learn", "refresh")),
+    LEARN_G: (OutputSide, ("learn", "refresh")),
+    TIMES_A: (InputSide, ("precondition",)),
+    TIMES_G: (OutputSide, ("precondition",)),
+}
+
+
+class Ranges:
+    """Seconds by range since the last ``clear``; a range inside another one belongs to the outer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._inside = device, False
+        self.seconds: dict[str, float] = {}
+
+    def clear(self) -> None:
+        self.seconds = dict.fromkeys(_RANGES, 0.0)
+
+    @contextmanager
+    def around_sides(self) -> Iterator[None]:
+        """Clocks around the methods of all sides, in the body."""
+        with ExitStack() as stack:
+            for name, (base, methods) in _RANGES.items():
+                for side in _with_subclasses(base):
+                    for method in set(methods) & set(vars(side)):
+                        timed = self._timed(name, vars(side)[method])
+                        stack.enter_context(patch.object(side, method, timed))
+            yield
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return function(*args, **kwargs)
+            start, self._inside = now(self._device), True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._inside = False
+                self.seconds[name] += now(self._device) - start
+
+        return run
+
+
+def _with_subclasses(base: type) -> set[type]:
+    return {base}.union(*(_with_subclasses(side) for side in base.__subclasses__()))
+
+
+class Profile(QuietBench):
+    """A bench that splits curvature and direction by side."""
+
+    def __init__(self, workload: Workload, method: str, freq: Frequencies, device: torch.device) -> None:
+        super().__init__(workload, method, freq, device)
+        self.ranges = Ranges(device)
+
+    def _two_passes(self, name: str, learn_every: int, invert_every: int) -> None:
+        self.ranges.clear()
+        with self.ranges.around_sides():
+            super()._two_passes(name, learn_every, invert_every)
+        for part, seconds in self.ranges.seconds.items():
+            self._note(name, part, seconds)
+
+    def _by_part(self, t: dict[str, float]) -> dict[str, float]:
+        parts = super()._by_part(t)
+        if f"ordinary {TIMES_A}" not in t:
+            return {"gradient": parts["gradient"], "rest of the step": parts["direction"]}
+        learned = {name: self._learning(t, name) for name in (LEARN_A, LEARN_G)}
+        products = {name: t[f"ordinary {name}"] for name in (TIMES_A, TIMES_G)}
+        return {
+            "gradient": parts["gradient"],
+            "second pass": parts["additional pass"],
+            "measuring both passes": max(0.0, parts["curvature"] - sum(learned.values())),
+            **learned,
+            **products,
+            "rest of the step": max(0.0, parts["direction"] - sum(products.values())),
+        }
+
+    def _learning(self, t: dict[str, float], name: str) -> float:
+        due = t[f"due {name}"]
+        inverse = max(0.0, t[f"inverse {name}"] - due) if f"inverse {name}" in t else 0.0
+        return due / (self._freq.T1 if self._is_kfac else self._freq.T) + inverse / self._freq.T
+
+
+def draw(seconds: dict[str, float], title: str, path: Path) -> None:
+    """A bar a part."""
+    figure, ax = plt.subplots(figsize=(6.5, 3.2))
+    bars = ax.barh(list(seconds)[::-1], [1e3 * s for s in seconds.values()][::-1])
+    ax.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+    ax.set(xlabel="ms a step", title=title)
+    ax.margins(x=0.12)
+    save(figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = options.parser(__doc__)
+    options.add_pages(parser)
+    parser.set_defaults(problem=["resnet32"])
+    parser.add_argument("--method", choices=METHODS, default="kbfgs")
+    parser.add_argument("--update-freq", type=int, default=1, help="T; T₂ for KFAC")
+    parser.add_argument("--stats-update-freq", type=int, default=1, help="T₁ of KFAC")
+    args = parser.parse_args(arguments)
+    device = prepare(args.device)
+    found: dict[str, dict[str, float]] = {}
+    tables = []
+    for problem in args.problem:
+        workload = (QUICK if args.quick else PROBLEMS)[problem]
+        freq = Frequencies(T=args.update_freq, T1=args.stats_update_freq)
+        seconds = Profile(workload, args.method, freq, device).measure(args.turns, steps=0).seconds
+        found[problem] = seconds
+        title, total = f"{METHODS[args.method].title}, {workload.name}", sum(seconds.values())
+        rows = [[title, "ms", "%"]]
+        rows += [[part, f"{1e3 * s:.2f}", f"{100 * s / total:.1f}"] for part, s in seconds.items()]
+        tables.append(markdown(rows))
+        if args.figure is not None:
+            draw(seconds, title, args.figure.with_stem(f"{args.figure.stem}-{problem}"))
+    options.write(args.json, {**options.facts(device, "benchmarks.profile"), "seconds": found})
+    options.show(args.docs, "profile", "\n\n".join(tables))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Results as Markdown tables and as a figure."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # draws to files, so that no display is needed
+
+import matplotlib.pyplot as plt
+
+from benchmarks.targets import TARGETS, row
+
+MB = 1e6
+_LONGEST_ERROR = 100
+_LONGEST_BAR = 4.0
+_OURS = ("K-BFGS", "KFAC")
+
+
+def render(results: dict[str, Any]) -> str:
+    """All tables of a run."""
+    # A small network of the same kind says nothing about a target.
+    blocks = ["Small networks, to see that it runs."] if results["quick"] else [_targets(results["problems"])]
+    for problem in results["problems"].values():
+        blocks += [f"### {problem['title']}, minibatches of {problem['batch_size']}", _setting(problem)]
+        blocks += [_steps(problem), _extraction(problem)]
+    return "\n\n".join([*blocks, f"`{results['command']}`", _machine(results["environment"])])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first row is its head, and all columns but the first are numbers."""
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|---|" + "---:|" * (len(rows[0]) - 1), *body])
+
+
+def _targets(problems: dict[str, Any]) -> str:
+    rows = [["÷ SGD-m's step, where nothing else is said", "plain prototype", "best prototype", "target", "measured"]]
+    for target in TARGETS:
+        value = target.value(problems[target.problem]) if target.problem in problems else None
+        rows.append([target.what, target.plain, target.best, f"≤ {target.limit:.2f}", _number(value)])
+    return markdown(rows)
+
+
+def _setting(problem: dict[str, Any]) -> str:
+    return f"A step of SGD-m takes {1e3 * problem['step_seconds']:.0f} ms; medians of {problem['turns']} turns."
+
+
+def _steps(problem: dict[str, Any]) -> str:
+    adam = row(problem, "Adam").get("state")
+    rows = [["optimizer", "time of a step ÷ SGD-m's", "peak memory, MB", "state, MB", "state ÷ Adam's"]]
+    for line in problem["rows"]:
+        name = line["row"] if line["error"] is None else _failure(line["row"], line["error"])
+        state = line["state"]
+        share = state / adam if state is not None and adam else None
+        rows.append([name, _number(line["time"]), _megabytes(line["peak"]), _megabytes(state), _number(share)])
+    return markdown(rows)
+
+
+def _extraction(problem: dict[str, Any]) -> str:
+    rows = [["quantities beside the gradient", "÷ plain forward-backward"]]
+    for name, value in problem["extraction"].items():
+        rows.append([_failure(name, value), ""] if isinstance(value, str) else [name, _number(value)])
+    return markdown(rows)
+
+
+def _failure(name: str, error: str) -> str:
+    short = error if len(error) <= _LONGEST_ERROR else f"{error[:_LONGEST_ERROR]}…"
+    return f"{name} does not run: {short}".replace("|", "/")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _megabytes(value: float | None) -> str:
+    return "" if value is None else f"{value / MB:.1f}"
+
+
+def _machine(environment: dict[str, Any]) -> str:
+    device = environment["processor"] if environment["device"] == "CPU" else environment["device"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    return f"{device}, {environment['threads']} thread(s), Python {environment['python']}, {versions}."
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw the time of a step of each optimizer, one panel a problem. Long bars are cut; their labels say how long."""
+    problems = list(results["problems"].values())
+    height = 1 + 0.25 * max(len(problem["rows"]) for problem in problems)
+    figure, axes = plt.subplots(1, len(problems), figsize=(5.5 * len(problems), height), squeeze=False)
+    for ax, problem in zip(axes[0], problems, strict=True):
+        measured = [line for line in problem["rows"] if line["time"] is not None][::-1]
+        names, times = [line["row"] for line in measured], [line["time"] for line in measured]
+        colors = ["C0" if name.startswith(_OURS) else "C7" for name in names]
+        bars = ax.barh(names, [min(time, _LONGEST_BAR) for time in times], color=colors)
+        ax.bar_label(bars, [f"{time:.2f}" for time in times], padding=2, fontsize=8)
+        ax.axvline(1, color="black", linewidth=0.8)
+        ax.set(title=problem["title"], xlabel="time of a step ÷ SGD-m's", xlim=(0, 1.2 * _LONGEST_BAR))
+        ax.tick_params(axis="y", labelsize=8)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Save and close a figure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,136 @@
+"""How the parts of a K-BFGS step grow with batch, width, locations and layers: ``python -m benchmarks.scaling``.
+
+A stack of equal 3×3 convolutions, one size varied at a time. Exponents are slopes of log time against log size over the
+upper half of the sizes, beside the slopes of ``table_5``'s multiplications over the same sizes: fixed costs of a call
+flatten the measured ones, and so does a product that reaches the processor's speed at large sizes only.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from benchmarks import options
+from benchmarks.clock import prepare
+from benchmarks.parts import QuietBench
+from benchmarks.report import markdown, save
+from examples.paper.costs.formulas import Frequencies, multiplications
+from examples.paper.costs.workload import Workload, layer_sizes
+from examples.paper.losses import CROSS_ENTROPY
+
+PARTS = ("gradient", "additional pass", "curvature", "direction")
+_EVERY_STEP = Frequencies(T=1)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Equal convolutions.
+
+    Attributes:
+        batch: m.
+        width: I = J, channels.
+        side: Pixels of a side; |T| is its square.
+        layers: How many convolutions.
+    """
+
+    batch: int = 32
+    width: int = 32
+    side: int = 8
+    layers: int = 2
+
+    def workload(self) -> Workload:
+        return Workload("stack", self._build, CROSS_ENTROPY, (self.width, self.side, self.side), 10, self.batch)
+
+    def _build(self) -> nn.Sequential:
+        blocks = [m for _ in range(self.layers) for m in (nn.Conv2d(self.width, self.width, 3, padding=1), nn.ReLU())]
+        return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(self.width, 10))
+
+
+BASE = Stack()
+SWEEPS = {
+    "batch": [replace(BASE, batch=n) for n in (32, 64, 128, 256)],
+    "width": [replace(BASE, width=n) for n in (32, 64, 128, 256)],
+    "locations": [replace(BASE, side=n) for n in (8, 16, 32)],
+    "layers": [replace(BASE, layers=n) for n in (2, 4, 8, 16)],
+}
+QUICK_SWEEPS = {name: [replace(s, batch=s.batch // 8, width=s.width // 4) for s in v[:2]] for name, v in SWEEPS.items()}
+
+
+def size(name: str, stack: Stack) -> int:
+    """What a sweep varies."""
+    return stack.side**2 if name == "locations" else getattr(stack, name)
+
+
+def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Least-squares slope of log y against log x over the upper half of the points, two at least."""
+    half = max(2, math.ceil(len(xs) / 2))
+    points = [(math.log(x), math.log(y)) for x, y in zip(xs[-half:], ys[-half:], strict=True) if y > 0]
+    if len(points) < 2:
+        return math.nan
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+
+
+def measure(sweep: Sequence[Stack], name: str, repeats: int, device: torch.device) -> dict[str, Any]:
+    """One sweep: sizes, and by part seconds, multiplications, and the slopes of both."""
+    seconds, formula = [], []
+    for stack in sweep:
+        workload = stack.workload()
+        bench = QuietBench(workload, "kbfgs", _EVERY_STEP, device)
+        seconds.append(bench.measure(repeats, steps=0).seconds)
+        layers = layer_sizes(bench.model, workload.data(device)[0][:2])
+        formula.append(multiplications("kbfgs", layers, stack.batch, _EVERY_STEP))
+    sizes = [size(name, stack) for stack in sweep]
+    parts = {
+        part: {
+            "seconds": [s[part] for s in seconds],
+            "exponent": slope(sizes, [s[part] for s in seconds]),
+            "table_5": slope(sizes, [f[part] for f in formula]),
+        }
+        for part in PARTS
+    }
+    return {"sizes": sizes, "parts": parts}
+
+
+def render(sweeps: dict[str, Any]) -> str:
+    """Exponents, measured and of ``table_5``."""
+    rows = [["size", *PARTS]]
+    for name, sweep in sweeps.items():
+        cells = [f"{p['exponent']:.2f} ({p['table_5']:.2f})" for p in (sweep["parts"][part] for part in PARTS)]
+        rows.append([f"{name} {sweep['sizes'][0]} to {sweep['sizes'][-1]}", *cells])
+    return "Exponents, measured (`table_5`):\n\n" + markdown(rows)
+
+
+def draw(sweeps: dict[str, Any], path: Path) -> None:
+    """One panel a size."""
+    figure, axes = plt.subplots(1, len(sweeps), figsize=(4 * len(sweeps), 3.6), squeeze=False)
+    for ax, (name, sweep) in zip(axes[0], sweeps.items(), strict=True):
+        for part, values in sweep["parts"].items():
+            label = f"{part}: {values['exponent']:.2f} ({values['table_5']:.2f})"
+            ax.plot(sweep["sizes"], [1e3 * s for s in values["seconds"]], marker="o", label=label)
+        ax.set(xscale="log", yscale="log", xlabel=name, ylabel="ms a step")
+        ax.legend(fontsize=7, title="exponent (table_5's)", title_fontsize=7)
+    save(figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = options.parser(__doc__, problems=False)
+    options.add_pages(parser)
+    args = parser.parse_args(arguments)
+    device = prepare(args.device)
+    chosen = QUICK_SWEEPS if args.quick else SWEEPS
+    sweeps = {name: measure(sweep, name, args.turns, device) for name, sweep in tqdm(chosen.items(), leave=False)}
+    options.write(args.json, {**options.facts(device, "benchmarks.scaling"), "sweeps": sweeps})
+    if args.figure is not None:
+        draw(sweeps, args.figure)
+    options.show(args.docs, "scaling", render(sweeps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The benchmarks run on small networks."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import clock, compare, memory, profile, scaling
+from benchmarks.contenders import CONTENDERS, every, every_two
+from benchmarks.problems import PROBLEMS, QUICK, set_up
+from benchmarks.report import render
+from benchmarks.targets import TARGETS
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def arguments(directory: Path, *args: str) -> list[str]:
+    files = ["--json", str(directory / "out/numbers.json"), "--figure", str(directory / "out/figure.png")]
+    return ["--quick", "--device", "cpu", "--turns", "2", *files, *args]
+
+
+def written(directory: Path) -> dict:
+    assert next((directory / "out").glob("figure*.png")).read_bytes().startswith(b"\x89PNG")
+    return json.loads((directory / "out/numbers.json").read_text())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    docs = tmp_path / "docs.md"
+    docs.write_text("before <!-- bench --> old <!-- end of bench --> after")
+    names = ["adam", "kbfgs", "kbfgs-bf16", "kfac"]
+    chosen = ("--problem", "autoencoder", "--contenders", *names, "--docs", str(docs))
+    compare.main(arguments(tmp_path, *chosen))
+    results, shown = written(tmp_path), capsys.readouterr().out
+    rows = {row["row"]: row for row in results["problems"]["autoencoder"]["rows"]}
+    assert [title for name in ["sgdm", *names] for title in CONTENDERS[name].rows] == list(rows)
+    for title, row in rows.items():
+        assert row["error"] is None and row["time"] > 0 and row["state"] > 0
+        assert title in shown
+    assert rows["Adam"]["state"] == pytest.approx(2 * rows["SGD-m"]["state"], rel=0.01)
+    due, ordinary = rows["K-BFGS, T = 1"]["time"], rows["K-BFGS, a step that is not due"]["time"]
+    assert rows["K-BFGS, T = 20"]["time"] == pytest.approx(0.95 * ordinary + 0.05 * due)
+    assert results["problems"]["autoencoder"]["extraction"]["KBFGSQuantities(probe=…)"] > 0
+    assert "| K-BFGS, T = 20 |" in docs.read_text() and "old" not in docs.read_text()
+
+
+def test_the_page_has_the_marks() -> None:
+    page = (ROOT / "docs/performance.md").read_text()
+    for part in ("bench", "profile", "scaling"):
+        assert page.index(f"<!-- {part} -->") < page.index(f"<!-- end of {part} -->")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    scaling.main(arguments(tmp_path))
+    results = written(tmp_path)
+    assert list(results["sweeps"]) == ["batch", "width", "locations", "layers"]
+    assert results["sweeps"]["batch"]["parts"]["additional pass"]["table_5"] == pytest.approx(1.0)
+    assert "| locations 64 to 256 |" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("method", ["kbfgs", "kfac", "sgdm"])
+def test_profile(tmp_path: Path, capsys: pytest.CaptureFixture, method: str) -> None:
+    profile.main(arguments(tmp_path, "--problem", "autoencoder", "--method", method))
+    parts = written(tmp_path)["seconds"]["autoencoder"]
+    shown = capsys.readouterr().out
+    assert parts["gradient"] > 0
+    assert all(part in shown for part in parts)
+    if method != "sgdm":
+        for part in ("update of H_A", "update of H_G", "product with H_A", "product with H_G", "second pass"):
+            assert parts[part] > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # other packages use what torch has deprecated
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_every_contender_runs_or_says_why_not(name: str) -> None:
+    try:
+        ready = CONTENDERS[name].build(set_up(QUICK["autoencoder"], CPU))
+    except Exception as error:
+        assert name in {"curvlinops", "singd", "asdfghjkl", "shampoo"}, error  # ours and torch's must run
+        pytest.skip(clock.first_line(error))
+    for kind in CONTENDERS[name].kinds:
+        ready.steps[kind]()
+
+
+def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such kernel\nand more")
+
+    times = clock.interleave({"base": lambda: None, "bad": fail}, "base", 3, CPU)
+    assert times.errors == {"bad": "RuntimeError: no such kernel"}
+    assert len(times.seconds["base"]) == 3
+    row = {"row": "bad", "time": None, "peak": None, "state": None, "error": times.errors["bad"]}
+    problem = {"title": "p", "batch_size": 1, "turns": 3, "step_seconds": 1.0, "rows": [row], "extraction": {"q": "no"}}
+    environment = {"processor": "p", "device": "CPU", "threads": 1, "python": "3", "versions": {}}
+    text = render({"quick": False, "problems": {"p": problem}, "command": "c", "environment": environment})
+    assert "| bad does not run: RuntimeError: no such kernel |" in text and "| q does not run: no |" in text
+
+
+def test_what_is_slow_runs_once() -> None:
+    ticks = iter(range(10**6))
+    times = clock.interleave({"base": lambda: next(ticks), "slow": lambda: sum(range(10**6))}, "base", 5, CPU)
+    assert (len(times.seconds["base"]), len(times.seconds["slow"])) == (5, 1)
+
+
+def test_mean_steps_are_made_of_all_steps() -> None:
+    assert sum(every(20).values()) == pytest.approx(1)
+    assert every_two(10, 100) == pytest.approx({"ordinary": 0.9, "due": 0.09, "inverse": 0.01})
+
+
+def test_state_is_what_the_optimizer_holds() -> None:
+    setup = set_up(QUICK["autoencoder"], CPU)
+    kept = torch.zeros(10)
+    holds = {"mine": [kept, kept.view(2, 5)], "others": (setup.x, *setup.model.parameters()), "deep": nn.Linear(3, 2)}
+    assert memory.held_bytes(holds, setup) == 4 * (10 + 6 + 2)
+
+
+def test_slopes() -> None:
+    assert scaling.slope([1, 2, 4, 8], [5, 3, 16, 64]) == pytest.approx(2)
+    assert math.isnan(scaling.slope([1, 2], [0, 1]))
+
+
+def test_targets_are_of_problems_and_rows_that_exist() -> None:
+    titles = [title for contender in CONTENDERS.values() for title in contender.rows]
+    for target in TARGETS:
+        assert target.problem in PROBLEMS
+        rows = [{"row": title, "time": 1.0, "state": 1} for title in titles]
+        assert target.value({"rows": rows, "extraction": {"KBFGSQuantities(probe=…)": 1.0}}) == 1.0
+        assert target.value({"rows": [], "extraction": {}}) is None
