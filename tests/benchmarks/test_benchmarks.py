@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import clock, compare, memory, profile, scaling
+from benchmarks import clock, compare, memory, profile, rounding, scaling
 from benchmarks.contenders import CONTENDERS, every, every_two
 from benchmarks.problems import PROBLEMS, QUICK, set_up
 from benchmarks.report import render
@@ -140,3 +140,15 @@ def test_targets_are_of_problems_and_rows_that_exist() -> None:
         rows = [{"row": title, "time": 1.0, "state": 1} for title in titles]
         assert target.value({"rows": rows, "extraction": {"KBFGSQuantities(probe=…)": 1.0}}) == 1.0
         assert target.value({"rows": [], "extraction": {}}) is None
+
+
+def test_what_rounding_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """On a small autoencoder: a row a layer, errors of the size of bfloat16's, nothing lost of the descent."""
+    docs = tmp_path / "docs.md"
+    docs.write_text("<!-- rounding --> old <!-- end of rounding -->")
+    rounding.main(["--problem", "digits", "--steps", "5", "--docs", str(docs)])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 6 and all(row in docs.read_text() for row in rows)
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert 1e-4 < float(cells[1]) < 0.1 and abs(float(cells[3]) - 1) < 0.05
