@@ -107,11 +107,11 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "kbfgs-bf16-quarter": Contender(
         _kbfgs(direction_dtype=torch.bfloat16, second_pass_fraction=0.25),
-        {"K-BFGS, T = 1, bfloat16, second pass on a quarter": {"due": 1}},
+        {"K-BFGS, T = 1, bfloat16, curvature from a quarter": {"due": 1}},
     ),
     "kbfgs-one-pass": Contender(
-        _changed(_ONE_PASS, direction_dtype=torch.bfloat16),
-        {"K-BFGS, T = 1, bfloat16, without an output side": {"due": 1}},
+        _changed(_ONE_PASS, direction_dtype=torch.bfloat16, second_pass_fraction=0.25),
+        {"K-BFGS, T = 1, bfloat16, a quarter, without an output side": {"due": 1}},
     ),
     "kbfgs-few-pairs": Contender(
         _changed(_FEW_PAIRS),

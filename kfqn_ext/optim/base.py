@@ -76,8 +76,10 @@ class KroneckerOptimizer(LearningOptimizer):
                 κ |f|, a share of the loss. Needs the closure's loss.
             direction_dtype: dtype of the products H_G M H_A, from copies of dense inverses that are renewed when these
                 change. None for the inverses' own. ``torch.bfloat16`` costs a fraction where the device has it.
-            second_pass_fraction: In (0, 1]: share of the minibatch, its first data, that tells what curvature is; the
-                gradient is always the whole minibatch's. Needs a loss that weights all data alike.
+            second_pass_fraction: In (0, 1]: share of the minibatch, its first data, that curvature is learned from; the
+                gradient is always the whole minibatch's. Needs a loss that weights all data alike. With BatchNorm or
+                Dropout in training mode the second pass still takes the whole, and only A s before a normalization
+                the part.
             reduction: "mean" or "sum": what the loss does over the data of a batch.
 
         Raises:
@@ -90,9 +92,6 @@ class KroneckerOptimizer(LearningOptimizer):
         self._stepped = False  # since the first pass
         self._due: Work = []
         self._share = second_pass_fraction
-        # What is compared between the two passes must be of the same data.
-        repeats = recipe.second_pass is SecondPass.REPEAT_AFTER_STEP
-        self._first_pass_share = second_pass_fraction if repeats else 1.0
         self._normalizers_seen: Normalizers | None = None
         self._bad_batches = LateWarning("A batch had a gradient that is not finite; it changed nothing.")
         self._bad_second_passes = LateWarning("A second pass was not finite; nothing was learned from it.")
@@ -134,7 +133,7 @@ class KroneckerOptimizer(LearningOptimizer):
         Raises:
             RuntimeError: If the body runs no backward pass, or one in float16 without a ``loss_scale``; on a wrapper.
             NotImplementedError: In several processes.
-            ValueError: If all batches are empty; if a part of the minibatch would not be computed as within the whole.
+            ValueError: If all batches are empty.
         """
         checks.surroundings(self)
         if self._state_is_empty:  # and nothing was loaded into it
@@ -147,8 +146,6 @@ class KroneckerOptimizer(LearningOptimizer):
         self._apply_schedules()
         trained = [(layer, group) for layer, group in self._layers() if layer.weight.requires_grad]
         due = {layer.module for layer, group in trained if self._is_due(group)}
-        if due and self._first_pass_share < 1:
-            self._replay.check_repeatable_in_part()
         fresh = {layer.module for layer, _ in trained if not blocks.is_started(self.state.get(layer.weight))}
         wanted = {kind: due for kind in blocks.first_kinds(self.recipe)}
         for kind in blocks.start_kinds(self.recipe) - {"factors"}:
@@ -156,7 +153,8 @@ class KroneckerOptimizer(LearningOptimizer):
         probe = None if keep_inputs else self._probe
         self._spare()
         spared = {layer.module for layer in self._spared}
-        measurement = Measurement(wanted, self._reduction, probe, loss_scale, self._first_pass_share, spared)
+        shares = (self._pair_share(), self._share)
+        measurement = Measurement(wanted, self._reduction, probe, loss_scale, shares, spared)
         gradients = self._watch_gradients()
         if self.recipe.second_pass is not SecondPass.NONE and (due or fresh):
             self._replay.record()
@@ -260,7 +258,7 @@ class KroneckerOptimizer(LearningOptimizer):
             else:
                 self._advance(None)
             return None
-        checks.closure(closure, type(self).__name__, self.recipe.second_pass.sampled, self._share)
+        checks.closure(closure, type(self).__name__, self.recipe.second_pass, self._pair_share())
         try:
             with torch.enable_grad(), self.first_pass():
                 loss = closure()
@@ -287,13 +285,20 @@ class KroneckerOptimizer(LearningOptimizer):
         """Whether this is ``torch.distributed.checkpoint``: a first step at a rate of zero, for the state's keys."""
         return not self.state and self._first is None and all(float(group["lr"]) == 0 for group in self.param_groups)
 
+    def _pair_share(self) -> float:
+        """Share of the minibatch that the second pass runs, and that the first pass takes to compare with it."""
+        repeats = self.recipe.second_pass is SecondPass.REPEAT_AFTER_STEP
+        in_part = self._share == 1 or not repeats or self._replay.repeatable_in_part
+        return self._share if in_part else 1.0
+
     def _run_second_pass(self, closure: Any) -> None:
         if not self.second_pass_due:
             return
         # From the global random numbers, so that a resumed run samples as the uninterrupted one; the pass itself
         # replays those of the first.
         seed = int(torch.randint(2**62, ())) if self.recipe.second_pass.sampled else 0
-        part = closure if self._share == 1 else closure.part(self._share)
+        share = self._pair_share()
+        part = closure if share == 1 else closure.part(share)
         with torch.enable_grad(), self.second_pass():
             if self.recipe.second_pass.sampled:
                 part.sampled(seed)

@@ -6,6 +6,7 @@ from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from kfqn_ext.optim.measure import Measurement
+from kfqn_ext.optim.recipe import SecondPass
 
 NOTHING_MEASURED = (
     "step() has nothing measured to work with. Pass a closure, step(Minibatch(model, loss_fn, x, y)), or run the "
@@ -28,14 +29,14 @@ def surroundings(optimizer: Optimizer) -> None:
         )
 
 
-def closure(given: Any, optimizer: str, sampled: bool, share: float) -> None:
+def closure(given: Any, optimizer: str, second_pass: SecondPass, share: float) -> None:
     """Raise a TypeError where a closure can't do what its second pass needs."""
-    if sampled and not hasattr(given, "sampled"):
+    if second_pass.sampled and not hasattr(given, "sampled"):
         raise TypeError(
             f"{optimizer} samples targets from the model's predictive distribution, which a plain "
             "closure can't. Pass a Minibatch, or use first_pass() and second_pass()."
         )
-    if share < 1 and not hasattr(given, "part"):
+    if second_pass is not SecondPass.NONE and share < 1 and not hasattr(given, "part"):
         raise TypeError(
             f"second_pass_fraction={share}, but a plain closure can't run a part of its minibatch. Pass a "
             "Minibatch, or run the first data of the minibatch yourself in second_pass()."

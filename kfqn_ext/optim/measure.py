@@ -31,7 +31,7 @@ class Measurement:
         reduction: str,
         probe: Probe | None,
         loss_scale: float | None = None,
-        share: float = 1.0,
+        shares: tuple[float, float] = (1.0, 1.0),
         shift_invariant: Collection[nn.Module] = (),
     ) -> None:
         """Make the extensions.
@@ -41,7 +41,8 @@ class Measurement:
             reduction: "mean" or "sum": what the loss does over data.
             probe: Chooses the direction s of A s for each layer, or None; without it, the layers' inputs are kept.
             loss_scale: What the loss is multiplied with, where it is.
-            share: Of which share of each batch to take the moments; all else is taken of the whole.
+            shares: Of which share of each batch to take the moments, in general and where ∂h̄ = 0 is known; all else is
+                taken of the whole.
             shift_invariant: Modules of which ∂h̄ = 0 is known.
         """
         self._by_kind: list[tuple[Kind, LayerExtension[Any]]] = []
@@ -49,10 +50,10 @@ class Measurement:
             spared = [m for m in modules if m in shift_invariant] if kind == "moments" else []
             rest = [m for m in modules if m not in spared]
             if spared:
-                moments = ShiftInvariantQuantities(reduction, _subsampling(share), probe, modules=spared)
+                moments = ShiftInvariantQuantities(reduction, _subsampling(shares[1]), probe, modules=spared)
                 self._by_kind.append((kind, moments))
             if rest:
-                self._by_kind.append((kind, _make(kind, rest, reduction, probe, share)))
+                self._by_kind.append((kind, _make(kind, rest, reduction, probe, shares[0])))
         for ext in self.extensions:
             ext.loss_scale = loss_scale
             ext.mirrored = False  # the optimizer's own results die with the step

@@ -26,19 +26,10 @@ class Replay:
         self._cpu_state = torch.get_rng_state()
         self._cuda_states = {device: torch.cuda.get_rng_state(device) for device in self._cuda_devices()}
 
-    def check_repeatable_in_part(self) -> None:
-        """Check that the first data of a minibatch alone give what they gave within it.
-
-        Raises:
-            ValueError: If a module mixes the data of a batch or draws random numbers.
-        """
-        found = [f"{name} ({type(m).__name__})" for name, m in self._model.named_modules() if _depends_on_batch(m)]
-        if found:
-            raise ValueError(
-                f"second_pass_fraction < 1 in a model with {', '.join(found)}: on a part of the minibatch these give "
-                "other outputs than on the whole, and the difference would be taken for curvature. Use "
-                "second_pass_fraction=1.0, or put these modules into eval mode."
-            )
+    @property
+    def repeatable_in_part(self) -> bool:
+        """Whether the first data of a minibatch alone give what they gave within it."""
+        return not any(_depends_on_batch(module) for module in self._model.modules())
 
     @contextmanager
     def repeat(self, layers: Iterable[nn.Module]) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """``second_pass_fraction``: curvature from the first data of a minibatch, the gradient from all of them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from kfqn_ext import extend
 from kfqn_ext.extensions import KBFGSQuantities
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch
+from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
+from kfqn_ext.optim.recipe import SecondPass
+from kfqn_ext.optim.sides import ScaledIdentity
 
 COMMON: dict[str, Any] = {"lr": 0.05, "damping": 1.0, "curvature_update_freq": 1}
 
@@ -133,18 +136,45 @@ def test_shares_out_of_range_are_refused(share: float) -> None:
         KBFGS(net(), second_pass_fraction=share, **COMMON)
 
 
+class Sizes:
+    """How many data each measurement took, by layer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: dict[nn.Module, list[int]] = {}
+        measure = KBFGSQuantities.measure
+
+        def watch(ext: KBFGSQuantities, module: nn.Module, layer: Any) -> Any:
+            self.found.setdefault(module, []).append(layer.num_data)
+            return measure(ext, module, layer)
+
+        monkeypatch.setattr(KBFGSQuantities, "measure", watch)
+
+
 @pytest.mark.parametrize("module", [nn.BatchNorm1d(5), nn.Dropout(0.1)], ids=["BatchNorm", "Dropout"])
-def test_modules_that_look_at_the_batch_are_refused_by_name(module: nn.Module) -> None:
-    """Before anything has moved; in eval mode they do no harm."""
+def test_modules_that_look_at_the_batch_get_all_of_it(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second pass takes the whole minibatch; before the normalization A s alone is of the part."""
     model = nn.Sequential(nn.Linear(4, 5), module, nn.Linear(5, 3))
-    optimizer = KBFGSL(model, second_pass_fraction=0.5, **COMMON)
+    optimizer, sizes = KBFGSL(model, second_pass_fraction=0.5, **COMMON), Sizes(monkeypatch)
     minibatch = Minibatch(model, F.cross_entropy, torch.randn(8, 4), torch.arange(8) % 3)
-    before = [p.clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=rf"1 \({type(module).__name__}\).*eval mode"):
-        optimizer.step(minibatch)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)) and not optimizer.state
-    module.eval()
+    optimizer.step(minibatch)  # finds the layers before a normalization
+    sizes.found.clear()
     optimizer.step(minibatch)
+    before = [4] if isinstance(module, nn.BatchNorm1d) else [8, 8]
+    assert sizes.found == {model[2]: [8, 8], model[0]: before}
+    module.eval()
+    sizes.found.clear()
+    optimizer.step(minibatch)
+    assert sizes.found == {model[2]: [4, 4], model[0]: [4, 4]}
+
+
+def test_without_a_second_pass_every_closure_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    recipe = replace(KBFGS.recipe, output_side=ScaledIdentity(), second_pass=SecondPass.NONE)
+    optimizer, sizes = KroneckerOptimizer(model, recipe=recipe, second_pass_fraction=0.5, **COMMON), Sizes(monkeypatch)
+    minibatch = Minibatch(model, F.cross_entropy, torch.randn(8, 4), torch.arange(8) % 3)
+    for _ in range(3):
+        optimizer.step(lambda: minibatch())
+    assert all(set(taken) == {4} for taken in sizes.found.values()) and len(sizes.found) == 2
 
 
 def test_closures_without_parts_are_refused() -> None:
