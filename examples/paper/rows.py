@@ -48,9 +48,11 @@ def draw(runs: list[list[dict[str, Any]]], path: Path) -> None:
     """Draw training loss against epochs and seconds, a line a run."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
     for ax, against in zip(axes, ("epoch", "seconds"), strict=True):
+        ax.set_prop_cycle(color=plt.get_cmap("tab20").colors)
         for run in runs:
             cell, records = run[0]["cell"], [e for e in run if e["kind"] == "epoch" and e.get("train_loss")]
-            label = f"{METHODS[cell['method']].title}, {cell['lr']:g}"
+            frequency = "" if METHODS[cell["method"]].first_order else f", T {cell['update_freq']}"
+            label = f"{METHODS[cell['method']].title}, α {cell['lr']:g}{frequency}"
             ax.plot([e[against] for e in records], [e["train_loss"] for e in records], label=label, linewidth=1.2)
         ax.set(xlabel=against if against == "epoch" else "seconds of training", yscale="log")
         ax.yaxis.set_major_formatter("{x:g}")

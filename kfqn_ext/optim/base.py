@@ -184,6 +184,11 @@ class KroneckerOptimizer(LearningOptimizer):
         """
         return bool(self._due)
 
+    @property
+    def second_pass_layers(self) -> list[nn.Module]:
+        """The layers that a second pass is due for; below the first of them it needs no gradient."""
+        return [layer.module for layer, _ in self._due]
+
     @contextmanager
     def second_pass(self, loss_scale: float | None = None) -> Iterator[None]:
         """Repeat the forward and backward pass of this minibatch in the body, and learn from both passes.

@@ -155,6 +155,10 @@ def test_the_second_pass_goes_no_deeper_than_it_must(monkeypatch: pytest.MonkeyP
     for hook in hooks:
         hook.remove()
     assert graphs == [(True, True), (False, True), (True, False), (False, True)]
+    with optimizer.first_pass():
+        batch(model, 2)()
+    optimizer.step()
+    assert optimizer.second_pass_layers == [model[4]] and optimizer.second_pass_due  # type: ignore[index]
 
 
 def test_a_normalization_that_stops_removing_shifts_ends_it() -> None:

@@ -99,9 +99,10 @@ class Bench:
         """KFAC's comes before the step, the others' after it."""
         if not self.optimizer.second_pass_due:
             return
+        layers = self.optimizer.second_pass_layers
         with self._timed(name, "second pass"), self.optimizer.second_pass():
             self._pass_alone()
-        with self._timed(name, "additional pass"), input_gradients_only(self.model):
+        with self._timed(name, "additional pass"), input_gradients_only(self.model, layers):
             self._pass_alone()
 
     def _pass_alone(self) -> None:
