@@ -73,7 +73,7 @@ def _row(run: list[dict[str, Any]], epochs: list[int]) -> list[str]:
     damping = "-" if cell["damping"] is None else f"{cell['damping']:g}"
     frequency = "-" if METHODS[cell["method"]].first_order else str(cell["update_freq"])
     seconds = f"{last['seconds'] / last['epoch']:.1f}" if last["epoch"] else "-"
-    cells = [f"{losses[e]['train_loss']:.2f}" if e in losses else "" for e in epochs]
+    cells = [_loss(losses[e]["train_loss"]) if e in losses else "" for e in epochs]
     if end.get("outcome") == "diverged":
         cells[min(len(losses) - 1, len(cells) - 1)] = f"diverged at iteration {end['iteration']}"
     memory = f"{last['state_bytes'] / 2**20:.1f}" if "state_bytes" in last else ""
@@ -88,6 +88,10 @@ def _row(run: list[dict[str, Any]], epochs: list[int]) -> list[str]:
         _pairs(last.get("pairs_A")),
         _pairs(last.get("pairs_G")),
     ]
+
+
+def _loss(value: float) -> str:
+    return f"{value:.2f}" if value < 1e4 else f"{value:.0e}"
 
 
 def _pairs(counts: dict[str, int] | None) -> str:
