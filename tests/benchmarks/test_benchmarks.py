@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import clock, compare, memory, profile, rounding, scaling
+from benchmarks import clock, compare, memory, profile, rounding, scaling, tried
 from benchmarks.contenders import CONTENDERS, every, every_two
 from benchmarks.problems import PROBLEMS, QUICK, set_up
 from benchmarks.report import render
@@ -152,3 +152,11 @@ def test_what_rounding_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     for row in rows:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         assert 1e-4 < float(cells[1]) < 0.1 and abs(float(cells[3]) - 1) < 0.05
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_was_tried(capsys: pytest.CaptureFixture) -> None:
+    tried.main(["--quick"])
+    rows = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if line[:3] in ("| 6", "| 1")]
+    assert [row[0].strip() for row in rows] == ["64×577", "10 of 16×145"]
+    assert all(float(cell) > 0 for row in rows for cell in row[1:])

@@ -1,0 +1,94 @@
+"""What was tried for speed and left out, or chosen by: ``python -m benchmarks.tried``.
+
+Products in float32 and bfloat16, directions into kept buffers, layers of equal shape in one batched product, and
+``torch.compile`` of the BFGS update. Milliseconds of process time, medians, one thread.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks import options
+from benchmarks.report import markdown
+from kfqn_ext.linalg import bfgs_update_
+
+PRODUCTS = ((512, 4609), (512, 2305), (784, 1001), (250, 501), (64, 577))
+EQUAL_LAYERS = ((9, 64, 577), (9, 32, 289), (10, 16, 145))  # of a ResNet32: how many, d_out, d_in
+UPDATES = (17, 145, 577, 1001, 2305)
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", type=Path, help="put the tables between the marks of this page")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    few = slice(-1, None) if args.quick else slice(None)
+    tables = [products(PRODUCTS[few]), batched(EQUAL_LAYERS[few])]
+    tables += [] if args.quick else [compiled(UPDATES)]
+    options.show(args.docs, "tried", "\n\n".join(tables))
+
+
+def products(shapes: Sequence[tuple[int, int]]) -> str:
+    """M H in float32 and bfloat16, and in bfloat16 into a kept buffer."""
+    rows = [["M H", "float32", "GFLOP/s", "bfloat16", "GFLOP/s", "into a buffer"]]
+    for m, d in shapes:
+        M, H, work = torch.randn(m, d), torch.randn(d, d), 2e-6 * m * d * d
+        low, H_low, out = M.bfloat16(), H.bfloat16(), torch.empty(m, d, dtype=torch.bfloat16)
+        full, rounded = _ms(partial(torch.mm, M, H)), _ms(partial(torch.mm, low, H_low))
+        kept = _ms(partial(torch.mm, low, H_low, out=out))
+        numbers = f"{full:.2f}", f"{work / full:.0f}", f"{rounded:.2f}", f"{work / rounded:.0f}", f"{kept:.2f}"
+        rows.append([f"{m}×{d}", *numbers])
+    return markdown(rows)
+
+
+def batched(shapes: Sequence[tuple[int, int, int]]) -> str:
+    """Directions and updates of equal layers, one by one and in one batched call."""
+    head = ["layers", "directions one by one", "batched", "updates one by one", "batched"]
+    return markdown([head, *(_equal_layers(*shape) for shape in shapes)])
+
+
+def _equal_layers(count: int, d_out: int, d_in: int) -> list[str]:
+    M, H = torch.randn(count, d_out, d_in), _inverse(d_in).repeat(count, 1, 1)
+    s = torch.randn(count, d_in)
+    runs: list[Callable[[], object]] = [
+        lambda: [m @ h for m, h in zip(M, H, strict=True)],
+        lambda: M @ H,
+        lambda: [bfgs_update_(h, v, 0.7 * v) for h, v in zip(H, s, strict=True)],
+        lambda: bfgs_update_(H, s, 0.7 * s),
+    ]
+    return [f"{count} of {d_out}×{d_in}", *(f"{_ms(run):.2f}" for run in runs)]
+
+
+def compiled(sizes: Sequence[int]) -> str:
+    """The BFGS update, eager and compiled."""
+    fast, rows = torch.compile(bfgs_update_), [["BFGS update, d", "eager", "compiled"]]
+    for d in sizes:
+        H, s = _inverse(d), torch.randn(d)
+        rows.append([str(d), *(f"{_ms(partial(update, H, s, 0.7 * s)):.2f}" for update in (bfgs_update_, fast))])
+    return markdown(rows)
+
+
+def _inverse(d: int) -> Tensor:
+    return 2.0 * torch.eye(d)
+
+
+def _ms(run: Callable[[], object], times: int = 15) -> float:
+    seconds = []
+    for _ in range(times + 2):  # two to warm up
+        start = time.process_time()
+        run()
+        seconds.append(time.process_time() - start)
+    return 1e3 * statistics.median(seconds[2:])
+
+
+if __name__ == "__main__":
+    main()
