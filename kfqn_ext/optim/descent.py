@@ -1,5 +1,6 @@
-"""Momentum, direction and step of single parameters, in place and without waiting for the device."""
+"""Momentum and step of all parameters, in place, without waiting for the device and in few operations."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,39 @@ from kfqn_ext.optim.sides import State
 _FLUSH_EVERY = 50
 
 
+class Gate:
+    """Numbers for a step that has to change nothing where the batch is not finite, without asking whether it is.
+
+    Each is made once a step: on a GPU two launches a parameter would cost more than the step's arithmetic.
+    """
+
+    def __init__(self, finite: Tensor) -> None:
+        """``finite``, bool [], says whether the batch is."""
+        self._finite = finite
+        self._open: dict[torch.device, Tensor] = {}
+        self._chosen: dict[Any, tuple[Rate, Tensor]] = {}
+
+    def open(self, device: torch.device) -> Tensor:
+        """Whether the batch is finite, bool [], on this device."""
+        if device not in self._open:
+            self._open[device] = self._finite.to(device)
+        return self._open[device]
+
+    def choose(self, value: Rate, otherwise: float, like: Tensor) -> Tensor:
+        """``value``, or ``otherwise`` where the batch is not finite: [], in the dtype in which it is used."""
+        # A tensor counts by its identity, which is its own as long as the value is kept.
+        key = (id(value) if isinstance(value, Tensor) else value, otherwise, like.dtype, like.device)
+        if key not in self._chosen:
+            # torch.where of two floats would be a float32.
+            neutral = torch.full((), otherwise, dtype=like.dtype, device=like.device)
+            chosen = value.reshape(()) if isinstance(value, Tensor) else value
+            self._chosen[key] = value, neutral.masked_fill(self.open(like.device), chosen)
+        return self._chosen[key][1]
+
+
 @dataclass(frozen=True)
 class Move:
-    """A parameter's step θ ← θ - r p - δ θ.
+    """A parameter's step θ ← δ θ - r p.
 
     Attributes:
         p: The parameter θ.
@@ -25,7 +56,7 @@ class Move:
         momentum: M, reshapable to θ's shape.
         rate: r.
         lr: α.
-        decay: δ = αγ.
+        shrink: δ = 1 - αγ.
     """
 
     p: Tensor
@@ -33,7 +64,7 @@ class Move:
     momentum: Tensor
     rate: Rate
     lr: Rate
-    decay: Rate
+    shrink: Rate
 
     def squared_length(self) -> Tensor:
         """α r ⟨p, M⟩: with r p = α H M, the step's squared length α² ⟨M, H M⟩ in the norm of H⁻¹."""
@@ -45,20 +76,28 @@ def working_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-def accumulate(M: Tensor, grad: Tensor, group: dict[str, Any], finite: Tensor) -> None:
-    """M ← βM + g, or M where the batch is not finite. 0 · NaN is NaN, so this selects instead of multiplying."""
-    M.mul_(_choose(finite, group["momentum"], 1.0, M)).add_(torch.where(finite, grad, 0.0))
-    if group["step"] % _FLUSH_EVERY == 0:
-        flush_(M)
+def accumulate(momenta: Sequence[tuple[Tensor, Tensor]], group: dict[str, Any], gate: Gate) -> None:
+    """M ← βM + g for pairs of a momentum and a gradient, or M where the batch is not finite."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for M, grad in momenta:
+        kinds.setdefault((M.device, M.dtype), []).append((M, grad))
+    for (device, _), pairs in kinds.items():
+        Ms = [M for M, _ in pairs]
+        torch._foreach_mul_(Ms, gate.choose(group["momentum"], 1.0, Ms[0]))
+        # 0 · NaN is NaN, so this selects instead of multiplying.
+        torch._foreach_add_(Ms, [torch.where(gate.open(device), grad, 0.0) for _, grad in pairs])
+        if group["step"] % _FLUSH_EVERY == 0:
+            for M in Ms:
+                flush_(M)
 
 
-def apply(move: Move, finite: Tensor) -> None:
+def apply(move: Move, gate: Gate) -> None:
     """Take a move, unless the batch is not finite."""
     p = move.p
-    if isinstance(move.decay, Tensor) or move.decay:
-        p.mul_(1.0 - _choose(finite, move.decay, 0.0, p))
+    if isinstance(move.shrink, Tensor) or move.shrink != 1.0:
+        p.mul_(gate.choose(move.shrink, 1.0, p))
     # A direction comes from M, which is finite whatever the batch was: a rate of zero leaves p alone.
-    p.addcmul_(move.direction, _choose(finite, move.rate, 0.0, move.direction), value=-1.0)
+    p.addcmul_(move.direction, gate.choose(move.rate, 0.0, move.direction), value=-1.0)
 
 
 def shortening(moves: list[Move], loss: Tensor, cap: float) -> Tensor:
@@ -68,29 +107,18 @@ def shortening(moves: list[Move], loss: Tensor, cap: float) -> Tensor:
     return (limit / square.clamp(min=torch.finfo(square.dtype).tiny)).sqrt().clamp(max=1.0)
 
 
-def _choose(finite: Tensor, value: Rate, otherwise: float, like: Tensor) -> Tensor:
-    """A number on the device, in the dtype that it is used in: ``torch.where`` of two floats would be a float32."""
-    chosen = value.reshape(()) if isinstance(value, Tensor) else value
-    return torch.full((), otherwise, dtype=like.dtype, device=like.device).masked_fill(finite, chosen)
-
-
-def momentum_of(p: Tensor, state: State, group: dict[str, Any], finite: Tensor) -> Tensor:
-    """Update and return the momentum of a parameter without a Kronecker block."""
+def momentum_of(p: Tensor, state: State) -> Tensor:
+    """The momentum of a parameter without a Kronecker block, in its state."""
     if "momentum" not in state:
         state["momentum"] = torch.zeros_like(p, dtype=working_dtype(p))
-    assert p.grad is not None
-    accumulate(state["momentum"], p.grad, group, finite)
     return state["momentum"]
 
 
-def layer_momentum(layer: Layer, state: State, group: dict[str, Any], finite: Tensor) -> Tensor:
-    """Update and return the momentum of a layer's W, [*B, d_out, d_in]."""
+def layer_momentum(layer: Layer, state: State) -> Tensor:
+    """The momentum of a layer's W, [*B, d_out, d_in], in its weight's state."""
     if "momentum" not in state:
         weight = layer.weight
         state["momentum"] = torch.zeros(layer.geometry.matrix_shape, dtype=working_dtype(weight), device=weight.device)
-    for p, part in layer_parts(layer, state["momentum"]):
-        assert p.grad is not None
-        accumulate(part, p.grad.reshape(part.shape), group, finite)
     return state["momentum"]
 
 

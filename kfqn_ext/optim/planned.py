@@ -175,32 +175,48 @@ class PlannedOptimizer(Optimizer):
 
     def _descend(self, loss: Tensor | None, step_cap: float | None, finite: Tensor) -> None:
         """Move all parameters along their directions, unless the batch is not finite."""
-        moves = [move for group in self.param_groups for move in self._directions(group, finite)]
+        gate = descent.Gate(finite)
+        for group in self.param_groups:
+            descent.accumulate(list(self._momenta(group)), group, gate)
+        moves = [move for group in self.param_groups for move in self._directions(group)]
         if step_cap is not None and loss is not None:
             shorten = descent.shortening(moves, loss, step_cap)
             moves = [replace(move, rate=move.rate * shorten) for move in moves]
         for move in moves:
-            descent.apply(move, finite.to(move.p.device))
+            descent.apply(move, gate)
 
-    def _directions(self, group: dict[str, Any], finite: Tensor) -> Iterator[descent.Move]:
-        """All moves of a group; momentum is updated on the way."""
-        fallback_rate = self.recipe.fallback_rate(group["lr"], group["damping"])
-        decay = group["lr"] * group["weight_decay"]
+    def _momenta(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each gradient of a group, after the part of the momentum that it belongs to."""
         for p in group["params"]:
             layer = self._planned.layers.get(p)
-            if layer is not None:
-                yield from self._layer_moves(layer, group, fallback_rate, decay, finite.to(p.device))
+            if layer is not None and self._has_gradient(layer):
+                for q, part in descent.layer_parts(layer, descent.layer_momentum(layer, self.state[p])):
+                    assert q.grad is not None
+                    yield part, q.grad.reshape(part.shape)
             elif p not in self._planned.covered and p.grad is not None:
-                M = descent.momentum_of(p, self.state[p], group, finite.to(p.device))
-                yield descent.Move(p, M, M, fallback_rate, group["lr"], decay)
+                yield descent.momentum_of(p, self.state[p]), p.grad
+
+    @staticmethod
+    def _has_gradient(layer: Layer) -> bool:
+        return layer.weight.grad is not None or (layer.bias is not None and layer.bias.grad is not None)
+
+    def _directions(self, group: dict[str, Any]) -> Iterator[descent.Move]:
+        """All moves of a group."""
+        fallback_rate = self.recipe.fallback_rate(group["lr"], group["damping"])
+        shrink = 1.0 - group["lr"] * group["weight_decay"]
+        for p in group["params"]:
+            layer = self._planned.layers.get(p)
+            if layer is not None and self._has_gradient(layer):
+                yield from self._layer_moves(layer, group, fallback_rate, shrink)
+            elif p not in self._planned.covered and p.grad is not None:
+                M = descent.momentum_of(p, self.state[p])
+                yield descent.Move(p, M, M, fallback_rate, group["lr"], shrink)
 
     def _layer_moves(
-        self, layer: Layer, group: dict[str, Any], fallback_rate: Any, decay: Any, finite: Tensor
+        self, layer: Layer, group: dict[str, Any], fallback_rate: Any, shrink: Any
     ) -> Iterator[descent.Move]:
-        if layer.weight.grad is None and (layer.bias is None or layer.bias.grad is None):
-            return
         state, rate = self.state[layer.weight], group["lr"]
-        M = P = descent.layer_momentum(layer, state, group, finite)
+        M = P = descent.layer_momentum(layer, state)
         if blocks.is_started(state):
             inverses = self._rounded.view(layer.weight, state, group["direction_dtype"])
             P = blocks.precondition(inverses, self._recipe_of(layer), M)
@@ -212,7 +228,7 @@ class PlannedOptimizer(Optimizer):
                     "before it was extended?); it takes the momentum direction."
                 )
         for (p, part), (_, m) in zip(descent.layer_parts(layer, P), descent.layer_parts(layer, M), strict=True):
-            yield descent.Move(p, part.reshape(p.shape), m, rate, group["lr"], decay)
+            yield descent.Move(p, part.reshape(p.shape), m, rate, group["lr"], shrink)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

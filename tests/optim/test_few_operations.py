@@ -1,0 +1,61 @@
+"""A step that is not due launches few operations: on a GPU their number, more than their work, takes the time."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kfqn_ext.optim import KBFGS, Minibatch
+
+# What runs no kernel: views, and numbers that stay on the host.
+FREE = {"alias", "detach", "view", "_unsafe_view", "slice", "select", "expand", "t", "transpose", "scalar_tensor"}
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def number(self) -> int:
+        return sum(count for name, count in self.seen.items() if name not in FREE and "record_function" not in name)
+
+
+def operations(blocks: int, **options: Any) -> int:
+    """Of one step that is not due, forward and backward pass not counted."""
+    torch.manual_seed(0)
+    body = [layer for _ in range(blocks) for layer in (nn.Conv2d(2, 2, 3, padding=1, bias=False), nn.BatchNorm2d(2))]
+    model = nn.Sequential(*body, nn.Flatten(), nn.Linear(32, 3))
+    optimizer = KBFGS(model, lr=0.05, damping=0.5, curvature_update_freq=20, **options)
+    batch = Minibatch(model, F.cross_entropy, torch.randn(6, 2, 4, 4), torch.arange(6) % 3)
+    optimizer.step(batch)
+    with optimizer.first_pass():
+        batch()
+    with Operations() as operations:
+        optimizer.step()
+    return operations.number
+
+
+@pytest.mark.parametrize(
+    ("options", "per_block"),
+    [
+        # One for the finite check, one for the step of each of the three parameters, and the two products.
+        ({}, 8),
+        ({"weight_decay": 1e-3}, 11),  # and the decay of each
+        ({"direction_dtype": torch.bfloat16}, 10),  # and two casts of the direction
+    ],
+)
+def test_operations_of_a_convolution_and_its_normalization(options: dict[str, Any], per_block: int) -> None:
+    few, many = operations(2, **options), operations(12, **options)
+    assert many - few == 10 * per_block
+    assert few < 2 * per_block + 30  # what does not grow with the net
