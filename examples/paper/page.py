@@ -13,7 +13,7 @@ from examples.paper.results import Result, load
 from examples.paper.tables import TABLES
 
 TABLE_FILE = "table.json"
-LEVELS = {"mnist": (60.0, 56.0, 54.0, 52.5)}
+LEVELS = {"mnist": (60.0, 56.0, 54.0, 52.5), "curves-generated": (100.0, 80.0, 70.0), "vgg8-mnist": (97.0, 98.0, 99.0)}
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ def _problem(section: Section, problem: str, figure_directory: Path, relative_to
     blocks = [f"### {PROBLEMS[problem].title}", markdown(summary.main_table(results, problem, section.published))]
     blocks += ["\n".join(f"* {text}" for text in summary.remarks(results, problem))]
     by_epoch = summary.by_epoch(results, problem)
+    metric = "training loss" if results[0].metric == "train_loss" else "accuracy"
     if len(by_epoch):
-        blocks += [f"{'Training loss' if results[0].metric == 'train_loss' else 'Accuracy'} after so many epochs:"]
-        blocks += [markdown(by_epoch)]
+        blocks += [f"{metric.capitalize()} after so many epochs:", markdown(by_epoch)]
     if problem in LEVELS:
         reach = summary.to_reach(results, problem, LEVELS[problem])
-        blocks += ["Epochs (and seconds of training) until the loss is reached:", markdown(reach)]
+        blocks += [f"Epochs (and seconds of training) until the mean {metric} has reached", markdown(reach)]
     path = figures.draw(results, problem, figure_directory, f"{section.name}-{problem}")
     if path is not None:
         blocks.append(

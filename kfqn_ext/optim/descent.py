@@ -25,14 +25,7 @@ class Gate:
     def __init__(self, finite: Tensor) -> None:
         """``finite``, bool [], says whether the batch is."""
         self._finite = finite
-        self._open: dict[torch.device, Tensor] = {}
         self._chosen: dict[Any, tuple[Rate, Tensor]] = {}
-
-    def open(self, device: torch.device) -> Tensor:
-        """Whether the batch is finite, bool [], on this device."""
-        if device not in self._open:
-            self._open[device] = self._finite.to(device)
-        return self._open[device]
 
     def choose(self, value: Rate, otherwise: float, like: Tensor) -> Tensor:
         """``value``, or ``otherwise`` where the batch is not finite: [], in the dtype in which it is used."""
@@ -42,7 +35,7 @@ class Gate:
             # torch.where of two floats would be a float32.
             neutral = torch.full((), otherwise, dtype=like.dtype, device=like.device)
             chosen = value.reshape(()) if isinstance(value, Tensor) else value
-            self._chosen[key] = value, neutral.masked_fill(self.open(like.device), chosen)
+            self._chosen[key] = value, neutral.masked_fill(self._finite.to(like.device), chosen)
         return self._chosen[key][1]
 
 
@@ -78,14 +71,16 @@ def working_dtype(p: Tensor) -> torch.dtype:
 
 def accumulate(momenta: Sequence[tuple[Tensor, Tensor]], group: dict[str, Any], gate: Gate) -> None:
     """M ← βM + g for pairs of a momentum and a gradient, or M where the batch is not finite."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    kinds: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     for M, grad in momenta:
-        kinds.setdefault((M.device, M.dtype), []).append((M, grad))
-    for (device, _), pairs in kinds.items():
+        kinds.setdefault((M.device, M.dtype, grad.dtype), []).append((M, grad))
+    for pairs in kinds.values():
         Ms = [M for M, _ in pairs]
+        # 0 · NaN is NaN; and of a batch that is not finite the other gradients don't count either.
+        grads = [torch.nan_to_num(grad) for _, grad in pairs]
+        torch._foreach_mul_(grads, gate.choose(1.0, 0.0, grads[0]))
         torch._foreach_mul_(Ms, gate.choose(group["momentum"], 1.0, Ms[0]))
-        # 0 · NaN is NaN, so this selects instead of multiplying.
-        torch._foreach_add_(Ms, [torch.where(gate.open(device), grad, 0.0) for _, grad in pairs])
+        torch._foreach_add_(Ms, grads)
         if group["step"] % _FLUSH_EVERY == 0:
             for M in Ms:
                 flush_(M)

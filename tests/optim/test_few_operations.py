@@ -58,4 +58,4 @@ def operations(blocks: int, **options: Any) -> int:
 def test_operations_of_a_convolution_and_its_normalization(options: dict[str, Any], per_block: int) -> None:
     few, many = operations(2, **options), operations(12, **options)
     assert many - few == 10 * per_block
-    assert few < 2 * per_block + 30  # what does not grow with the net
+    assert few - 2 * per_block < 40  # the rest does not grow with the net
