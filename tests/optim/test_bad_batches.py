@@ -32,6 +32,10 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
     ),
     "KBFGS, bfloat16 direction": lambda model: KBFGS(model, direction_dtype=torch.bfloat16, **COMMON),
     "KBFGS, step cap": lambda model: KBFGS(model, step_cap=1.0, **COMMON),
+    "KBFGS, weight decay": lambda model: KBFGS(model, weight_decay=0.1, **COMMON),
+    "KBFGS, rate a tensor": lambda model: KBFGS(
+        model, weight_decay=0.1, **(COMMON | {"lr": torch.tensor(0.05, dtype=torch.float64)})
+    ),
 }
 each = pytest.mark.parametrize("name", MAKERS)
 
