@@ -83,6 +83,13 @@ def test_each_augmented_image_is_a_crop_and_half_are_mirrored() -> None:
     assert 20 < mirrored < 44
 
 
+@pytest.mark.parametrize("name", ["curves-generated", "digits"])
+def test_no_pixel_is_subnormal(name: str) -> None:
+    """A CPU multiplies these sixty times more slowly."""
+    x = PROBLEMS[name].load(Path("."), False).train.x.float()
+    assert not ((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).any()
+
+
 def test_generated_curves_depend_on_the_seed_alone_and_pass_through_three_points() -> None:
     images = curve_images(50, seed=3)
     assert torch.equal(images, curve_images(50, seed=3))
