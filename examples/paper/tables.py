@@ -73,9 +73,9 @@ _SMALL_GRID: dict[str, list[Overrides]] = {
     ],
     "adam": [
         {"lr": lr, "damping": eps, "weight_decay": 5e-4 / lr}
-        for lr, eps in itertools.product((0.001, 0.003, 0.01), (1e-4, 0.01, 0.1))
+        for lr, eps in itertools.product((0.0003, 0.001, 0.003, 0.01), (1e-8, 1e-4, 0.01, 0.1))
     ],
-    "sgdm": [{"lr": lr, "weight_decay": 5e-4 / lr} for lr in (0.003, 0.01, 0.03, 0.1)],
+    "sgdm": [{"lr": lr, "weight_decay": 5e-4 / lr} for lr in (0.003, 0.01, 0.03, 0.1, 0.3)],
 }
 
 
