@@ -22,14 +22,23 @@ ENVIRONMENT = {
 
 
 def lines(cell: Any, losses: list[float], outcome: str = "finished", column: str = "train_loss") -> list[dict]:
+    """A log whose epochs take two seconds of a process that had a third of its core."""
     header = {"kind": "header", "key": cell.key, "cell": vars(cell), "command": "made up", "environment": ENVIRONMENT}
-    clock = {"cpu_seconds": 0.0, "warm_start_seconds": 3.0, "evaluation_seconds": 4.0}
+
+    def clock(epoch: int) -> dict[str, float]:
+        return {
+            "cpu_seconds": 2.0 * epoch,
+            "seconds": 6.0 * epoch,
+            "warm_start_seconds": 3.0,
+            "evaluation_seconds": 4.0,
+        }
+
     epochs = [
-        {"kind": "epoch", "epoch": i, "iteration": i, "minibatch_loss": 1.0, column: loss, "seconds": 2.0 * i, **clock}
+        {"kind": "epoch", "epoch": i, "iteration": i, "minibatch_loss": 1.0, column: loss, **clock(i)}
         for i, loss in enumerate(losses)
     ]
-    end = {"kind": "end", "outcome": outcome, "reason": "loss nan at iteration 9", "iteration": 9, "seconds": 2.0}
-    return [header, *epochs, end | clock]
+    end = {"kind": "end", "outcome": outcome, "reason": "loss nan at iteration 9", "iteration": 9}
+    return [header, *epochs, end | clock(1)]
 
 
 @pytest.fixture
@@ -81,6 +90,18 @@ def test_levels_are_reached_by_the_mean(directory: Path) -> None:
     reach = to_reach(load([directory]), "mnist", [60.0, 53.0, 50.0]).set_index("method")
     assert reach.loc["K-BFGS"].tolist() == ["1 (2 s)", "2 (4 s)", "–"]
     assert reach.loc["KFAC"].tolist() == ["–", "–", "–"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "seconds"), [({}, 4.0), ({"threads": 2}, 12.0), ({"device": "NVIDIA H100"}, 12.0)]
+)
+def test_time_is_the_process_s_own_where_that_is_one_thread_of_a_cpu(
+    tmp_path: Path, environment: dict[str, Any], seconds: float
+) -> None:
+    header, *rest = lines(paper_cell("mnist", "kbfgs", epochs=2), [500.0, 58.0, 52.0])
+    records.append(tmp_path / RESULTS, to_line([header | {"environment": ENVIRONMENT | environment}, *rest]))
+    (result,) = load([tmp_path])
+    assert result.epochs["seconds"].iloc[-1] == seconds and result.end["seconds"] == seconds / 2
 
 
 def test_curves_stop_where_a_seed_stops(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from examples.paper import figures, paper_values, records, summary
 from examples.paper.problems import PROBLEMS
-from examples.paper.results import Result, load
+from examples.paper.results import Result, load, time_column
 from examples.paper.tables import TABLES
 
 TABLE_FILE = "table.json"
@@ -91,6 +91,8 @@ def provenance(results: Sequence[Result]) -> str:
     lines += [f"* seeds: {', '.join(_unique(str(r.cell.seed) for r in results))}"]
     for environment in _unique(json.dumps(h["environment"], sort_keys=True) for h in headers):
         lines.append(f"* {machine(json.loads(environment))}")
+    clocks = {"cpu_seconds": "the process's own, of one thread", "seconds": "the wall clock's"}
+    lines.append(f"* seconds of training are {' or '.join(_unique(clocks[time_column(h)] for h in headers))}")
     if any(h.get("jobs", 1) > 1 for h in headers):
         lines.append("* several runs at a time shared this machine: compare their seconds with care")
     return "\n".join(lines)

@@ -23,9 +23,9 @@ class Result:
     Attributes:
         cell: What was run.
         header: Machine, versions, command, as recorded when it started.
-        epochs: One row per epoch; row 0 is the initial network.
+        epochs: One row per epoch; row 0 is the initial network. "seconds" are those of :func:`time_column`.
         outcome: "finished" or "diverged".
-        end: The last line of its log.
+        end: The last line of its log, likewise.
     """
 
     cell: Cell
@@ -87,9 +87,21 @@ def load(paths: Iterable[Path]) -> list[Result]:
     return list(results.values())
 
 
+def time_column(header: dict[str, Any]) -> str:
+    """The column of a log that tells the time of training.
+
+    A run in one thread of a CPU tells its process's time, in which what others do on the machine counts little; any
+    other the wall clock's.
+    """
+    environment = header["environment"]
+    return "cpu_seconds" if environment["device"] == "CPU" and environment["threads"] == 1 else "seconds"
+
+
 def _result(line: dict[str, Any]) -> Result:
-    epochs = pd.DataFrame(line["epochs"]).drop(columns="kind")
-    return Result(Cell(**line["header"]["cell"]), line["header"], epochs, line["end"]["outcome"], line["end"])
+    header, column = line["header"], time_column(line["header"])
+    epochs = pd.DataFrame([record | {"seconds": record[column]} for record in line["epochs"]]).drop(columns="kind")
+    end = line["end"] | {"seconds": line["end"][column]}
+    return Result(Cell(**header["cell"]), header, epochs, end["outcome"], end)
 
 
 def by_setting(results: Iterable[Result]) -> dict[tuple[str, str], list[list[Result]]]:

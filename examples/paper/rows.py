@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 
 from examples.paper.methods import METHODS
 from examples.paper.records import read
+from examples.paper.results import time_column
 
 EPOCHS = (1, 2, 3, 4, 6, 8, 10, 14, 20)
 
@@ -53,7 +54,8 @@ def draw(runs: list[list[dict[str, Any]]], path: Path) -> None:
             cell, records = run[0]["cell"], [e for e in run if e["kind"] == "epoch" and e.get("train_loss")]
             frequency = "" if METHODS[cell["method"]].first_order else f", T {cell['update_freq']}"
             label = f"{METHODS[cell['method']].title}, α {cell['lr']:g}{frequency}"
-            ax.plot([e[against] for e in records], [e["train_loss"] for e in records], label=label, linewidth=1.2)
+            x = [e["epoch" if against == "epoch" else time_column(run[0])] for e in records]
+            ax.plot(x, [e["train_loss"] for e in records], label=label, linewidth=1.2)
         ax.set(xlabel=against if against == "epoch" else "seconds of training", yscale="log")
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("{x:g}")
@@ -72,7 +74,7 @@ def _row(run: list[dict[str, Any]], epochs: list[int]) -> list[str]:
     last = max(losses.values(), key=lambda r: r["epoch"])
     damping = "-" if cell["damping"] is None else f"{cell['damping']:g}"
     frequency = "-" if METHODS[cell["method"]].first_order else str(cell["update_freq"])
-    seconds = f"{last['seconds'] / last['epoch']:.1f}" if last["epoch"] else "-"
+    seconds = f"{last[time_column(run[0])] / last['epoch']:.1f}" if last["epoch"] else "-"
     cells = [_loss(losses[e]["train_loss"]) if e in losses else "" for e in epochs]
     if end.get("outcome") == "diverged":
         cells[min(len(losses) - 1, len(cells) - 1)] = f"diverged at iteration {end['iteration']}"
