@@ -75,7 +75,7 @@ def _row(run: list[dict[str, Any]], epochs: list[int]) -> list[str]:
     damping = "-" if cell["damping"] is None else f"{cell['damping']:g}"
     frequency = "-" if METHODS[cell["method"]].first_order else str(cell["update_freq"])
     seconds = f"{last[time_column(run[0])] / last['epoch']:.1f}" if last["epoch"] else "-"
-    cells = [_loss(losses[e]["train_loss"]) if e in losses else "" for e in epochs]
+    cells = [_loss(losses[e]["train_loss"]) if "train_loss" in losses.get(e, {}) else "" for e in epochs]
     if end.get("outcome") == "diverged":
         cells[min(len(losses) - 1, len(cells) - 1)] = f"diverged at iteration {end['iteration']}"
     memory = f"{last['state_bytes'] / 2**20:.1f}" if "state_bytes" in last else ""
