@@ -71,9 +71,10 @@ def working_dtype(p: Tensor) -> torch.dtype:
 
 def accumulate(momenta: Sequence[tuple[Tensor, Tensor]], group: dict[str, Any], gate: Gate) -> None:
     """M ← βM + g for pairs of a momentum and a gradient, or M where the batch is not finite."""
+    # One tensor that is unlike the others, as columns of an M with a bias are, makes foreach go one by one.
     kinds: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     for M, grad in momenta:
-        kinds.setdefault((M.device, M.dtype, grad.dtype), []).append((M, grad))
+        kinds.setdefault((M.device, M.dtype, grad.dtype, M.is_contiguous()), []).append((M, grad))
     for pairs in kinds.values():
         Ms = [M for M, _ in pairs]
         # 0 · NaN is NaN; and of a batch that is not finite the other gradients don't count either.
