@@ -79,6 +79,17 @@ def test_what_is_not_as_in_the_paper_is_said(directory: Path) -> None:
     assert changed == "KFAC does not run at the paper's values: α 0.1 for 0.3, λ 1 for 10."
 
 
+def test_a_loss_that_is_finite_and_huge_counts_as_diverged(tmp_path: Path) -> None:
+    cell = paper_cell("curves-generated", "kfac", epochs=2)
+    records.append(tmp_path / RESULTS, to_line(lines(cell, [500.0, 140.0, 1.9e33])))
+    (result,) = load([tmp_path])
+    assert result.outcome == "diverged"
+    assert remarks([result], "curves-generated") == [
+        "KFAC (α 0.3, λ 10, T₁ 1, T₂ 20) diverged: seed 0: loss 1.9e+33 after epoch 2."
+    ]
+    assert found([result]) == {}
+
+
 def test_a_search_finds_the_best_values_among_those_that_did_not_diverge(directory: Path) -> None:
     values = found(load([directory]))
     assert values["mnist", "kfac"]["lr"] == 0.1

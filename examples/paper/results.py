@@ -100,8 +100,15 @@ def time_column(header: dict[str, Any]) -> str:
 def _result(line: dict[str, Any]) -> Result:
     header, column = line["header"], time_column(line["header"])
     epochs = pd.DataFrame([record | {"seconds": record[column]} for record in line["epochs"]]).drop(columns="kind")
-    end = line["end"] | {"seconds": line["end"][column]}
-    return Result(Cell(**header["cell"]), header, epochs, end["outcome"], end)
+    end, cell = line["end"] | {"seconds": line["end"][column]}, Cell(**header["cell"])
+    if lower_is_better(cell.problem) and _blew_up(losses := epochs[metric_of(cell.problem)].dropna()):
+        end |= {"outcome": "diverged", "reason": f"loss {losses.iloc[-1]:.1e} after epoch {epochs['epoch'].iloc[-1]:g}"}
+    return Result(cell, header, epochs, end["outcome"], end)
+
+
+def _blew_up(losses: pd.Series) -> bool:
+    """Whether a loss that stayed finite is lost all the same: it ends far above where it began."""
+    return bool(losses.iloc[-1] > 1000 * losses.iloc[0])
 
 
 def by_setting(results: Iterable[Result]) -> dict[tuple[str, str], list[list[Result]]]:
