@@ -49,7 +49,7 @@ def operations(blocks: int, **options: Any) -> int:
 @pytest.mark.parametrize(
     ("options", "per_block"),
     [
-        # One for the finite check, one for the step of each of the three parameters, and the two products.
+        # Each of the three gradients is cleared, each parameter steps, and there are two products.
         ({}, 8),
         ({"weight_decay": 1e-3}, 11),  # and the decay of each
         ({"direction_dtype": torch.bfloat16}, 10),  # and two casts of the direction
