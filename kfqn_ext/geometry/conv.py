@@ -18,7 +18,7 @@ from torch.nn import grad as conv_grad
 
 from kfqn_ext.geometry.base import LayerGeometry, register
 from kfqn_ext.geometry.conv_gram import correlation_gram
-from kfqn_ext.geometry.conv_product import kernel_shifts, shifted_product
+from kfqn_ext.geometry.conv_product import shifted_product
 from kfqn_ext.geometry.sum_abs import sum_abs
 
 _CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -142,11 +142,9 @@ class ConvGeometry(LayerGeometry):
         self, x: Tensor, padding: tuple[int, ...], filters: Tensor, constant: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Σ_n Σ_t a_t u_t and Σ_n Σ_t u_t, u_t = a_tᵀ s, from matrix products."""
-        locations = self._locations(x, padding)
         steps = zip(padding, self.dilation, self.kernel_size, strict=True)
         offsets = [range(-p, d * k - p, d) for p, d, k in steps]
-        shifts = kernel_shifts(x.shape[2:], locations, offsets, self.stride)
-        return shifted_product(x, filters, constant, locations, shifts)
+        return shifted_product(x, filters, constant, self._locations(x, padding), offsets, self.stride)
 
     def _convolved_product(
         self, x: Tensor, padding: tuple[int, ...], filters: Tensor, constant: Tensor

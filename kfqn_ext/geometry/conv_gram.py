@@ -63,7 +63,7 @@ def correlation_gram(
         for box in product(*cut):
             correlation = _correlation(pixels, [range(start, stop) for start, stop, _ in box], shift)
             for delta in product(*(offsets for *_, offsets in box)):
-                blocks[(*delta, *(i + d for i, d in zip(delta, difference, strict=True)))] += correlation
+                blocks[(*delta, *(i + d for i, d in zip(delta, difference, strict=True)))].add_(correlation)
     _assemble(blocks.reshape(-1, torch.Size(kernel).numel(), *blocks.shape[-3:]), out)
 
 

@@ -1,34 +1,14 @@
-"""A step that is not due launches few operations: on a GPU their number, more than their work, takes the time."""
+"""A step that is not due launches few operations."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfqn_ext.optim import KBFGS, Minibatch
-
-# What runs no kernel: views, and numbers that stay on the host.
-FREE = {"alias", "detach", "view", "_unsafe_view", "slice", "select", "expand", "t", "transpose", "scalar_tensor"}
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def number(self) -> int:
-        return sum(count for name, count in self.seen.items() if name not in FREE and "record_function" not in name)
+from tests.operations import Operations
 
 
 def operations(blocks: int, **options: Any) -> int:
