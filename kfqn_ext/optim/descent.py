@@ -32,11 +32,14 @@ class Gate:
         # A tensor counts by its identity, which is its own as long as the value is kept.
         key = (id(value) if isinstance(value, Tensor) else value, otherwise, like.dtype, like.device)
         if key not in self._chosen:
-            # torch.where of two floats would be a float32.
-            neutral = torch.full((), otherwise, dtype=like.dtype, device=like.device)
-            chosen = value.reshape(()) if isinstance(value, Tensor) else value
-            self._chosen[key] = value, neutral.masked_fill(self._finite.to(like.device), chosen)
+            # Not masked_fill, for which a GPU makes the host wait where the value is a tensor.
+            chosen = value.reshape(()).to(like) if isinstance(value, Tensor) else _number(value, like)
+            self._chosen[key] = value, torch.where(self._finite.to(like.device), chosen, _number(otherwise, like))
         return self._chosen[key][1]
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 @dataclass(frozen=True)

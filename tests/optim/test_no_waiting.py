@@ -17,6 +17,9 @@ COMMON: dict[str, Any] = {"lr": 0.05, "damping": 0.5, "curvature_update_freq": 2
 MAKERS: dict[str, Any] = {
     "KBFGS": lambda model: KBFGS(model, **COMMON),
     "KBFGS, bfloat16": lambda model: KBFGS(model, direction_dtype=torch.bfloat16, **COMMON),
+    "KBFGS, rates that are tensors": lambda model: KBFGS(
+        model, **COMMON | {"lr": torch.tensor(0.05), "weight_decay": 1e-3}
+    ),
     "KBFGS, step cap": lambda model: KBFGS(model, step_cap=1.0, **COMMON),
     "KBFGSL": lambda model: KBFGSL(model, history_size=2, **COMMON),
     "KBFGSL, long": lambda model: KBFGSL(model, history_size=100, **COMMON),
@@ -33,6 +36,15 @@ MAKERS: dict[str, Any] = {
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "allclose"}
 
 
+def reads_on_a_gpu(name: str, args: Any) -> bool:
+    """Whether an operation reads one of its arguments on a GPU, without another operation that would show it."""
+    if name in ("masked_fill", "masked_fill_"):
+        return isinstance(args[2], Tensor)
+    if name in ("index", "index_put_", "index_put"):
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    return False
+
+
 class Reads(TorchDispatchMode):
     """Collects reads of numbers, except from tensors that live on the host whatever the device."""
 
@@ -43,6 +55,8 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in READS and args[0].data_ptr() not in self.on_host and args[0].dtype != torch.int64:
+            self.found.append(name)
+        if reads_on_a_gpu(name, args):
             self.found.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -97,6 +111,8 @@ def test_it_sees_what_python_does_with_tensors() -> None:
         lambda: bool(x[0] > 0),
         lambda: float(x[0]),
         lambda: x.equal(x),
+        lambda: x[x > 0],
+        lambda: x.masked_fill(x > 0, x[0]),
     ):
         with Reads(set()) as mode:
             read()
