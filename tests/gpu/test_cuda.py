@@ -95,10 +95,17 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+NEVER_WAIT: dict[str, Callable[[nn.Module], Any]] = OPTIMIZERS | {
+    "KFAC": lambda m: KFAC(m, lr=0.1, damping=1.0, stats_update_freq=2, inverse_update_freq=2),
+    "KBFGS, lr a tensor": lambda m: KBFGS(m, lr=torch.tensor(0.1, device="cuda"), damping=1.0, weight_decay=1e-3),
+    "KBFGS, step cap": lambda m: KBFGS(m, lr=0.1, damping=1.0, step_cap=1.0),
+}
+
+
+@pytest.mark.parametrize("name", NEVER_WAIT)
 def test_a_step_never_waits_for_the_device(name: str) -> None:
     model = network(torch.float32).cuda()
-    optimizer = OPTIMIZERS[name](model)
+    optimizer = NEVER_WAIT[name](model)
     data = [(x.cuda(), y.cuda()) for x, y in batches(5, torch.float32)]
     optimizer.step(Minibatch(model, cross_entropy, *data[0]))  # makes the initial curvature, which may wait
     with no_waiting():
@@ -140,12 +147,14 @@ def test_a_batch_that_is_not_finite_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("make", [KBFGS, KBFGSL])
-def test_a_step_without_update_can_be_captured(make: Any, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("on_device", [False, True], ids=["lr", "lr on the device"])
+def test_a_step_without_update_can_be_captured(make: Any, dtype: torch.dtype | None, on_device: bool) -> None:
     """As a CUDA graph that is replayed on new gradients, it moves the parameters as the same steps do one by one."""
     results = []
     for capture in (False, True):
         model = network(torch.float32).cuda()
-        optimizer = make(model, lr=0.1, damping=1.0, curvature_update_freq=1000, direction_dtype=dtype)
+        lr = torch.tensor(0.1, device="cuda") if on_device else 0.1
+        optimizer = make(model, lr=lr, damping=1.0, curvature_update_freq=1000, direction_dtype=dtype)
         data = [(x.cuda(), y.cuda()) for x, y in batches(5, torch.float32)]
         optimizer.step(Minibatch(model, cross_entropy, *data[0]))  # makes the initial curvature
         optimizer.step()  # and the copies of the inverses

@@ -6,11 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfqn_ext.linalg import damped_inverse, kronecker_product
+from kfqn_ext.linalg import damped_inverse, kronecker, kronecker_product
 from tests import reference as ref
 from tests.cases import FEW_EXAMPLES, assert_close
 
 F64 = torch.float64
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["cpu", "as on a gpu"])
+def host_would_wait(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kronecker, "_host_would_wait", lambda A: request.param)
 
 
 def test_kronecker_product_is_the_dense_one() -> None:
