@@ -10,10 +10,12 @@ from tqdm import tqdm
 from kfqn_ext.curvature.problem import LayerLoss, LossFn
 from kfqn_ext.curvature.products import GGNProduct, HessianProduct, OutputHessian
 from kfqn_ext.curvature.vec import check_order, torch_vec, vec
+from kfqn_ext.linalg import full_precision
 
 MEMORY_BUDGET = 2**30
 
 
+@full_precision()
 def exact_block(
     model: nn.Module,
     loss_fn: LossFn,
@@ -68,6 +70,7 @@ def exact_block(
     return form(problem, HessianProduct(problem), order, progress)
 
 
+@full_precision()
 def exact_ggn_block(
     model: nn.Module,
     loss_fn: LossFn,
@@ -111,6 +114,7 @@ def exact_ggn_block(
     return form(problem, GGNProduct(problem), order, progress)
 
 
+@full_precision()
 def exact_output_hessians(
     model: nn.Module,
     loss_fn: LossFn,

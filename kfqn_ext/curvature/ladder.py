@@ -15,12 +15,14 @@ from kfqn_ext.curvature.report import FLOOR, GRADIENT, CurvatureReport, LayerRep
 from kfqn_ext.curvature.rungs import Extra, Facts, Rung, extra_rungs, fisher_rungs, held_rungs, paper_rungs
 from kfqn_ext.curvature.sums import kronecker_sums
 from kfqn_ext.curvature.vec import vec
+from kfqn_ext.linalg import full_precision
 from kfqn_ext.linalg.nearest import kron, nearest_kronecker
 
 # Matrices of the block's size held at a time: the rungs, without the optimizers', and what a comparison works with.
 _MATRICES = 16
 
 
+@full_precision()
 def curvature_ladder(
     model: nn.Module,
     loss_fn: LossFn,

@@ -28,7 +28,7 @@ from kfqn_ext.curvature.problem import LayerLoss, LossFn
 from kfqn_ext.curvature.products import HessianProduct, OutputHessian
 from kfqn_ext.curvature.report import FLOOR, GRADIENT, HELD, CurvatureReport, LayerReport, Row
 from kfqn_ext.curvature.rungs import Facts, Held
-from kfqn_ext.linalg import kronecker_product
+from kfqn_ext.linalg import full_precision, kronecker_product
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class OperatorRung:
         return self.operator.solve(damping - self.damping, gradient)
 
 
+@full_precision()
 def estimate_curvature(
     model: nn.Module,
     loss_fn: LossFn,

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.geometry import LayerPass, Subsampling, geometry_of
+from kfqn_ext.linalg import full_precision
 
 Q = TypeVar("Q")
 
@@ -117,7 +118,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         if not _computes_gradient_of(weight):
             return
         x: Any = module.input0
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False), full_precision():
             self.saw_half |= g_out[0].dtype == torch.float16
             layer = LayerPass.of(
                 geometry, module, x, g_out[0], self.reduction, self._subsampling, self.loss_scale or 1.0

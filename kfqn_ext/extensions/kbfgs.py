@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling
+from kfqn_ext.linalg import full_precision
 
 # Sums over data and locations are pairwise: their relative error is a few ε whatever the number of terms.
 _ROUNDING = 16.0
@@ -55,7 +56,7 @@ class GramOperator:
             )
         total = sum(x.shape[0] for x in self.inputs)
         s = s.to(self.inputs[0].dtype)
-        with torch.autocast(s.device.type, enabled=False):
+        with torch.autocast(s.device.type, enabled=False), full_precision():
             products = [self.geometry.gram_product(x, s) * (x.shape[0] / total) for x in self.inputs]
         return sum(products[1:], start=products[0])
 

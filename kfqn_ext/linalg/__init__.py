@@ -4,6 +4,7 @@ from kfqn_ext.linalg.bfgs import bfgs_update, bfgs_update_
 from kfqn_ext.linalg.compact import compact_matrix, compact_middle, compact_product, dense_from_pairs, push_pair
 from kfqn_ext.linalg.damping import double_damping_2020, powell_identity_lm, powell_lm
 from kfqn_ext.linalg.kronecker import damped_inverse, kronecker_product
+from kfqn_ext.linalg.precision import full_precision
 from kfqn_ext.linalg.subnormal import flush_
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "dense_from_pairs",
     "double_damping_2020",
     "flush_",
+    "full_precision",
     "kronecker_product",
     "powell_identity_lm",
     "powell_lm",

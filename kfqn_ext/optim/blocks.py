@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.extensions import Gram, KroneckerFactors, Power
+from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim import splits
 from kfqn_ext.optim.plan import Layer
 from kfqn_ext.optim.recipe import Recipe
@@ -39,6 +40,7 @@ def _measures_power(recipe: Recipe) -> bool:
     return recipe.split is splits.trace and "factors" not in recipe.input_side.second
 
 
+@full_precision()
 def start(layer: Layer, state: State, recipe: Recipe, damping: float, measured: Measured) -> bool:
     """Make a layer's initial curvature; the one place that waits for the device, once per layer.
 
@@ -90,6 +92,7 @@ def is_empty(state: State) -> bool:
     return "num_locations" in state and float(state["num_locations"]) == 0.0
 
 
+@full_precision()
 def learn(layer: Layer, state: State, recipe: Recipe, damping: float, seen: Seen, decay: float = 0.9) -> None:
     """Update both sides from the two passes over a minibatch."""
     power = seen.first.power
@@ -101,6 +104,7 @@ def learn(layer: Layer, state: State, recipe: Recipe, damping: float, seen: Seen
     recipe.output_side.learn(state, seen, damping_G)
 
 
+@full_precision()
 def refresh(layer: Layer, state: State, recipe: Recipe, damping: float) -> None:
     """Recompute inverses that are not updated pair by pair."""
     for key, power in (("power_A", recipe.input_side.power(state)), ("power_G", recipe.output_side.power(state))):

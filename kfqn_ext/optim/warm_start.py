@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfqn_ext.extensions import Gram, input_gradients_only
+from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim import blocks
 from kfqn_ext.optim.measure import Measurement
 from kfqn_ext.optim.plan import Layer
@@ -105,7 +106,7 @@ def _inputs(layers: Sequence[Layer], run: Callable[[Any], Any], batch: Any) -> d
         if x.shape[0] == 0:
             return
         x = x.to(torch.promote_types(layer.weight.dtype, torch.float32))
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(x.device.type, enabled=False), full_precision():
             gram = Gram(geometry.gram(x), x.shape[0], geometry.num_locations(geometry.as_batch(output)))
         old = found.get((layer, "gram"))
         found[layer, "gram"] = gram if old is None else _blend(old, gram)

@@ -1,0 +1,60 @@
+"""float32 products in float32, whatever torch may make of a network's.
+
+``torch.set_float32_matmul_precision("high")`` lets products of float32 matrices run in TF32, "medium" in bfloat16, and
+convolutions on GPUs run in TF32 unless they are told not to. A network trains as well. But a BFGS update whose rank-2
+term is rounded to 8 or 11 bits makes H indefinite, a rounded Gram matrix is no longer semidefinite, and Δh̄ is a small
+difference of large numbers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import backends
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute float32 products exactly as float32 in the body, or in the function that is decorated."""
+    reduced = [(switch, value) for switch in _switches() if (value := switch.fp32_precision) not in ("ieee", "none")]
+    try:
+        for switch, _ in reduced:
+            switch.fp32_precision = "ieee"
+        yield
+    finally:
+        for switch, value in reduced:
+            switch.fp32_precision = value
+
+
+def _switches() -> tuple[Any, ...]:
+    """What has an attribute ``fp32_precision``: one a device and kind of operation."""
+    if hasattr(torch._C, "_get_fp32_precision_getter"):
+        b: Any = backends
+        return b.cuda.matmul, b.cudnn.conv, b.mkldnn.matmul, b.mkldnn.conv
+    return _Products(), _Convolutions()
+
+
+class _Products:
+    """The switch of torch before 2.9, for all devices."""
+
+    @property
+    def fp32_precision(self) -> str:
+        precision = torch.get_float32_matmul_precision()
+        return "ieee" if precision == "highest" else precision
+
+    @fp32_precision.setter
+    def fp32_precision(self, value: str) -> None:
+        torch.set_float32_matmul_precision("highest" if value == "ieee" else value)
+
+
+class _Convolutions:
+    """The switch of torch before 2.9, for GPUs."""
+
+    @property
+    def fp32_precision(self) -> str:
+        return "tf32" if backends.cudnn.allow_tf32 else "ieee"
+
+    @fp32_precision.setter
+    def fp32_precision(self, value: str) -> None:
+        backends.cudnn.allow_tf32 = value == "tf32"
