@@ -336,6 +336,23 @@ def unextended_loss_and_own_forward() -> None:
 # ------------------------------------------------------------------ precision
 
 
+def reduced_precision() -> None:
+    """H stays definite, and torch's setting as it was."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        model = net().float()
+        optimizer = KBFGS(model, **SETTINGS)
+        for _ in range(30):
+            optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(12, 2, 5, 5), Y))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for state in optimizer.state.values():
+        for H in (state[key] for key in ("H_A", "H_G") if key in state):
+            assert bool((torch.linalg.eigvalsh(H.double()) > 0).all())
+
+
 def autocast_bfloat16() -> None:
     """Quantities and curvature in float32, close to those without autocast."""
     found = []

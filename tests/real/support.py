@@ -99,6 +99,7 @@ ROWS: list[Row] = [
         ("last batch smaller", W, "means are per datum", loops.smaller_last_batch),
         ("loss of one's own", W, "only layers are extended", loops.unextended_loss_and_own_forward),
         ("autocast bfloat16", W, "quantities and state are float32", loops.autocast_bfloat16),
+        ("products in reduced precision", W, "directions follow `set_float32_matmul_precision`; quantities and curvature are float32", loops.reduced_precision),
         ("GradScaler", W, "`first_pass(loss_scale=scaler.get_scale())`, `second_pass(loss_scale=...)`", loops.grad_scaler),
         ("float16 without its scale", R, "can't be seen in a gradient, so it must be said", loops.float16_needs_its_scale),
         ("GradScaler with a closure", R, "by torch: use the two phases", loops.scaler_with_a_closure),
