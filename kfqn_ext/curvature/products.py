@@ -178,8 +178,8 @@ class OutputHessian:
             return False
         # Does a push at half of the data, drawn at random, reach the others? (The global generator is not ours.)
         generator = torch.Generator().manual_seed(0)
-        v = torch.randn(self._g.shape, generator=generator, dtype=torch.float32).to(self._g)
-        others = torch.randperm(N, generator=generator)[N // 2 :].to(self._g.device)
+        v = torch.randn(self._g.shape, generator=generator, dtype=torch.float32, device="cpu").to(self._g)
+        others = torch.randperm(N, generator=generator, device="cpu")[N // 2 :].to(self._g.device)
         v[others] = 0
         Hv = self(v).abs()
         return bool(Hv[others].max() > 1e3 * torch.finfo(Hv.dtype).eps * Hv.max())

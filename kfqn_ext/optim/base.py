@@ -301,7 +301,7 @@ class KroneckerOptimizer(LearningOptimizer):
             return
         # From the global random numbers, so that a resumed run samples as the uninterrupted one; the pass itself
         # replays those of the first.
-        seed = int(torch.randint(2**62, ())) if self.recipe.second_pass.sampled else 0
+        seed = int(torch.randint(2**62, (), device="cpu")) if self.recipe.second_pass.sampled else 0
         share = self._pair_share()
         part = closure if share == 1 else closure.part(share)
         with torch.enable_grad(), self.second_pass():

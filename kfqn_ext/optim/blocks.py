@@ -58,7 +58,7 @@ def start(layer: Layer, state: State, recipe: Recipe, damping: float, measured: 
     elif measured.factors is not None:
         state["power_A"] = A.diagonal(dim1=-2, dim2=-1).mean(-1)
         state["power_G"] = measured.factors.Gamma.diagonal(dim1=-2, dim2=-1).mean(-1)
-    state["num_locations"] = torch.tensor(float(measured.num_locations))
+    state["num_locations"] = _on_host(measured.num_locations)
     like = A.new_zeros(layer.geometry.matrix_shape[:-1])
     damping_A, damping_G = dampings(layer, state, recipe, damping)
     recipe.input_side.start(state, A, damping_A)
@@ -84,12 +84,17 @@ def start_empty(layer: Layer, state: State, recipe: Recipe, damping: float) -> N
     )
     state["momentum"] = W
     start(layer, state, recipe, damping, measured)
-    state["num_locations"] = torch.tensor(0.0)
+    state["num_locations"] = _on_host(0.0)
 
 
 def is_empty(state: State) -> bool:
     """Whether :func:`start_empty` made this state and nothing was read into it."""
     return "num_locations" in state and float(state["num_locations"]) == 0.0
+
+
+def _on_host(number: float) -> Tensor:
+    # Whatever torch.set_default_device and set_default_dtype say: it is read at every step.
+    return torch.tensor(float(number), dtype=torch.float64, device="cpu")
 
 
 @full_precision()

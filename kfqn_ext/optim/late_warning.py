@@ -28,7 +28,7 @@ class LateWarning:
             return
         if torch.cuda.is_current_stream_capturing():  # a graph replays no Python
             return
-        host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+        host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(flag.device))
         self._pending.append((host, event))

@@ -19,7 +19,7 @@ from kfqn_ext.geometry import Subsampling
 from kfqn_ext.optim.sides import Measured
 from kfqn_ext.optim.sides.base import Kind
 
-_FALSE = torch.zeros((), dtype=torch.bool)
+_FALSE = torch.zeros((), dtype=torch.bool, device="cpu")
 
 
 class Measurement:

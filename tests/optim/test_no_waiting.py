@@ -20,7 +20,7 @@ MAKERS: dict[str, Any] = {
     "KBFGS": lambda model: KBFGS(model, **COMMON),
     "KBFGS, bfloat16": lambda model: KBFGS(model, direction_dtype=torch.bfloat16, **COMMON),
     "KBFGS, rates that are tensors": lambda model: KBFGS(
-        model, **COMMON | {"lr": torch.tensor(0.05), "weight_decay": 1e-3}
+        model, **COMMON | {"lr": torch.tensor(0.05, device="cpu"), "weight_decay": 1e-3}
     ),
     "KBFGS, step cap": lambda model: KBFGS(model, step_cap=1.0, **COMMON),
     "KBFGSL": lambda model: KBFGSL(model, history_size=2, **COMMON),
@@ -91,6 +91,21 @@ def test_a_step_reads_nothing_back(name: str) -> None:
     for k in range(2):
         optimizer.step(batch(model, k))
     assert reads(optimizer, model, range(2, 8)) == []
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_numbers_of_the_host_stay_there(name: str) -> None:
+    """Whatever the default device is: nothing that is made in a step is on it for want of a better one."""
+    model = net()
+    batches = [batch(model, k) for k in range(4)]
+    with torch.device("meta"):  # whose tensors have no numbers
+        optimizer, other = MAKERS[name](model), MAKERS[name](model)
+        for minibatch in batches:
+            optimizer.step(minibatch)
+        optimizer.diagnostics()
+        other.load_state_dict(optimizer.state_dict())
+        other.step(batches[0])
+    assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 def hidden_reads(run: Callable[[], object]) -> list[str]:
