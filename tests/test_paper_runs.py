@@ -13,6 +13,7 @@ from examples.paper.data import Data
 from examples.paper.defaults import make_cell, paper_cell
 from examples.paper.problems import PROBLEMS
 from examples.paper.run import checkpoint_path, run
+from examples.paper.training import Training
 
 CPU = torch.device("cpu")
 MEASURED = ("epoch", "iteration", "lr", "minibatch_loss", "train_loss")
@@ -63,6 +64,25 @@ def test_the_first_budget_that_is_used_up_ends_a_run(budget: dict, steps: int, t
     lines = train(paper_cell("digits", "sgdm", **budget), digits, tmp_path / "log.jsonl")
     assert lines[-1]["iteration"] == steps
     assert lines[-2]["epoch"] == steps / 8  # a fraction where it ends within an epoch
+
+
+@pytest.mark.parametrize("budget", [{"epochs": 2}, {"epochs": 9, "steps": 13}])
+def test_steps_between_two_looks_at_the_clock_change_nothing(
+    budget: dict, tmp_path: Path, digits: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, which 20 steps keep busy."""
+    cell = paper_cell("digits", "kbfgs", **budget)
+    one = train(cell, digits, tmp_path / "one.jsonl")
+    original = Training.__init__
+
+    def looking_rarely(self: Training, *args: Any) -> None:
+        original(self, *args)
+        self._at_a_time = 3
+
+    monkeypatch.setattr(Training, "__init__", looking_rarely)
+    three = train(cell, digits, tmp_path / "three.jsonl")
+    assert measured(one) == measured(three)
+    assert one[-1]["iteration"] == three[-1]["iteration"]
 
 
 def test_a_run_that_diverges_says_so(tmp_path: Path, digits: Data) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Training:
         self.epoch = 0
         self.step = 0
         self._last_loss = math.nan
-        self._check_every = 1 if device.type == "cpu" else 20  # reading the loss waits for the device
+        self._at_a_time = 1 if device.type == "cpu" else 20  # clock and loss are read, which waits for the device
 
     # ------------------------------------------------------------------ the run
 
@@ -104,14 +104,13 @@ class Training:
         batches = self.train.shuffled(self.batch_size, self.problem.train_transform)
         while not self.done:
             with self.clock.phase("train"):
-                batch = next(batches, None)
-                if batch is None:
-                    break
-                loss = self.optimizer.step(minibatch(self.model, self.problem.loss, *batch))
-            total += loss
-            steps += 1
-            self.step += 1
-            self._check(loss)
+                losses = [self._train_step(batch) for batch in islice(batches, self._steps_until_next_look())]
+            if not losses:
+                break
+            total += torch.stack(losses).double().sum()
+            steps += len(losses)
+            self.step += len(losses)
+            self._check(losses[-1])
             watch(self.status("train"))
         mean = total.item() / max(1, steps)
         if not math.isfinite(mean):
@@ -119,11 +118,18 @@ class Training:
         self.epoch += 1
         return self._record(mean, watch)
 
+    def _train_step(self, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = self.optimizer.step(minibatch(self.model, self.problem.loss, *batch))
+        return loss
+
+    def _steps_until_next_look(self) -> int:
+        left = math.inf if self.cell.steps is None else self.cell.steps - self.step
+        return int(min(self._at_a_time, left))
+
     def _check(self, loss: torch.Tensor) -> None:
-        if self.step % self._check_every == 0:
-            self._last_loss = loss.item()
-            if not math.isfinite(self._last_loss):
-                raise Diverged(f"loss {self._last_loss} at iteration {self.step}")
+        self._last_loss = loss.item()
+        if not math.isfinite(self._last_loss):
+            raise Diverged(f"loss {self._last_loss} at iteration {self.step}")
 
     def status(self, phase: str) -> Status:
         return Status(phase, self.epoch, self.step, self.steps_per_epoch, self._last_loss, self.clock.wall["train"])
