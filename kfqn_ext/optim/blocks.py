@@ -94,7 +94,7 @@ def is_empty(state: State) -> bool:
 
 def _on_host(number: float) -> Tensor:
     # Whatever torch.set_default_device and set_default_dtype say: it is read at every step.
-    return torch.tensor(float(number), dtype=torch.float64, device="cpu")
+    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
 
 
 @full_precision()
