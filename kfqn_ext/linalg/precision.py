@@ -16,7 +16,10 @@ from torch import backends
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute float32 products exactly as float32 in the body, or in the function that is decorated."""
+    """Compute products of float32 in float32: in the body, or in the function that is decorated.
+
+    torch's switches are the process's: while the body runs, other threads' products are in full precision too.
+    """
     reduced = [(switch, value) for switch in _switches() if (value := switch.fp32_precision) not in ("ieee", "none")]
     try:
         for switch, _ in reduced:
