@@ -37,6 +37,21 @@ def test_adam_takes_damping_for_epsilon_and_decays_outside_its_momentum() -> Non
     torch.testing.assert_close(net.weight.detach(), W - 0.1 * (g / (g.abs() + 0.01) + 0.5 * W))
 
 
+def test_the_code_of_2020_takes_the_second_moment_of_the_average() -> None:
+    net = nn.Linear(4, 3).double()
+    optimizer = METHODS["adam-2020"].build(net, Settings(lr=0.1, damping=0.01, weight_decay=0.5))
+    closure = minibatch(net, CROSS_ENTROPY, torch.rand(8, 4, dtype=torch.float64), torch.arange(8) % 3)
+    W, m, v = net.weight.detach().clone(), torch.zeros(3, 4), torch.zeros(3, 4)
+    for k in range(1, 6):
+        loss = optimizer.step(closure)
+        m = 0.9 * m + 0.1 * net.weight.grad
+        m_hat = m / (1 - 0.9**k)
+        v = 0.9 * v + 0.1 * m_hat**2
+        W = W - 0.1 * (m_hat / ((v / (1 - 0.9**k)).sqrt() + 0.01) + 0.5 * W)
+        torch.testing.assert_close(net.weight.detach(), W)
+    assert loss < 1.5
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_lowers_the_loss_with_a_schedule_of_learning_rates(method: str) -> None:
     torch.manual_seed(0)

@@ -5,12 +5,20 @@ from collections.abc import Sequence
 import tyro
 
 from examples.paper.commands.costs import CostsRun
+from examples.paper.commands.recorded import Recorded
 from examples.paper.commands.report import Report
 from examples.paper.commands.run import Run
 from examples.paper.commands.show import Show
 from examples.paper.commands.table import TableRun
 
-COMMANDS = {"run": Run, "table": TableRun, "report": Report, "costs": CostsRun, "show": Show}
+COMMANDS = {
+    "run": Run,
+    "table": TableRun,
+    "report": Report,
+    "costs": CostsRun,
+    "recorded": Recorded,
+    "show": Show,
+}
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import kfqn_ext.optim as zoo
+from examples.paper.adam_2020 import Adam2020
 from kfqn_ext.optim.schedules import burn_in, dense_then
 from kfqn_ext.optim.sides import LimitedHessianAction
 from kfqn_ext.optim.splits import trace
@@ -110,9 +111,17 @@ def _adam(model: nn.Module, settings: Settings) -> Optimizer:
     )
 
 
+def _adam_2020(model: nn.Module, settings: Settings) -> Optimizer:
+    assert settings.damping is not None
+    return _decayed(Adam2020(model.parameters(), lr=settings.lr, eps=settings.damping), settings)
+
+
 def _sgdm(model: nn.Module, settings: Settings) -> Optimizer:
     """W ← W - α(M + γW). torch's own weight_decay would add γW to the gradient, and so to the momentum."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=MOMENTUM)
+    return _decayed(torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=MOMENTUM), settings)
+
+
+def _decayed(optimizer: Optimizer, settings: Settings) -> Optimizer:
     if settings.weight_decay:
         optimizer.register_step_pre_hook(partial(_decay, settings.weight_decay))
     return optimizer
@@ -133,6 +142,7 @@ METHODS: dict[str, Method] = {
     "kfac": Method("KFAC", partial(_kfac, "recipe"), update_freq=20, samples_targets=True),
     "kfac-printed": Method("KFAC (algo_1)", partial(_kfac, "recipe_as_printed"), update_freq=20, samples_targets=True),
     "adam": Method("Adam", _adam),
+    "adam-2020": Method("Adam (code of 2020)", _adam_2020),
     "sgdm": Method("SGD-m", _sgdm, has_damping=False),
     "kbfgs-no-dpdlm": Method("K-BFGS (#1 off)", partial(_ablation, "output_side"), update_freq=1),
     "kbfgs-trace": Method(

@@ -7,7 +7,7 @@ from kfqn_ext.optim.kfac import KFAC
 from kfqn_ext.optim.objective import Minibatch
 from kfqn_ext.optim.provable import ProvableKBFGSL, kappa_bounds, theorem_step_sizes
 from kfqn_ext.optim.recipe import Recipe, SecondPass
-from kfqn_ext.optim.schedules import burn_in, dense_then
+from kfqn_ext.optim.schedules import burn_in, dense_then, running_mean
 
 __all__ = [
     "KBFGS",
@@ -23,5 +23,6 @@ __all__ = [
     "burn_in",
     "dense_then",
     "kappa_bounds",
+    "running_mean",
     "theorem_step_sizes",
 ]

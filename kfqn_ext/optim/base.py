@@ -173,6 +173,11 @@ class KroneckerOptimizer(LearningOptimizer):
             now = fresh | due if self.recipe.second_pass is SecondPass.SAMPLED_BEFORE_STEP else fresh
             self._due = [w for w in reached if w[0].module in now]
 
+    @property
+    def _step_number(self) -> int:
+        """The step k whose minibatch the first pass measured; groups count the steps that were taken."""
+        return int(self.param_groups[0]["step"]) + (0 if self._stepped else 1)
+
     def _watch_gradients(self) -> GradientWatch:
         return GradientWatch(p for group in self.param_groups for p in group["params"])
 
@@ -230,7 +235,7 @@ class KroneckerOptimizer(LearningOptimizer):
         checks.loss_scale(second)
         with torch.no_grad():
             self._bad_second_passes.note(second.not_finite().to(finite.device) & finite)
-            self._learn(due, first, second, finite)
+            self._learn(due, first, second, finite, self._step_number)
             if self.recipe.second_pass is SecondPass.SAMPLED_AFTER_STEP:
                 self._refresh()
         self._apply_schedules()  # a step that ends here used its own values to the end
@@ -340,7 +345,7 @@ class KroneckerOptimizer(LearningOptimizer):
                 self._settle_normalized(due, self._normalizers_seen, first, finite)
             due = [w for w in due if self._reached(w[0], first.of(w[0].module))]
             self._due = [w for w in due if blocks.second_kinds(self._recipe_of(w[0]))]
-            self._learn([w for w in due if w not in self._due], first, None, finite)
+            self._learn([w for w in due if w not in self._due], first, None, finite, self._step_number)
         self._stepped = True
         if not self._due:
             self._first = None

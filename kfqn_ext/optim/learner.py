@@ -98,12 +98,12 @@ class LearningOptimizer(PlannedOptimizer):
         weight: Any = module.weight
         return self.recipe.input_side.probe(self.state[weight], a_bar)
 
-    def _learn(self, due: Work, first: Measurement, second: Measurement | None, finite: Tensor) -> None:
-        """Start what has no curvature yet, and let the rest learn."""
+    def _learn(self, due: Work, first: Measurement, second: Measurement | None, finite: Tensor, step: int) -> None:
+        """Start what has no curvature yet, and let the rest learn, from the minibatch of step k."""
         for layer, group in due:
             state = self.state[layer.weight]
             measured = Measured() if second is None else second.of(layer.module)
-            seen = Seen(first.of(layer.module), measured, finite.to(layer.weight.device))
+            seen = Seen(first.of(layer.module), measured, finite.to(layer.weight.device), step)
             if not blocks.is_started(state):
                 if seen.second.factors is not None:
                     self._start(layer, group, seen.second)

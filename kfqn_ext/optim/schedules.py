@@ -36,6 +36,22 @@ def dense_then(every: int = 20, until: int = 20) -> Callable[[int], int]:
     return lambda k: 1 if k <= until else every
 
 
+def running_mean(decay: float = 0.9) -> Callable[[int], float]:
+    """Weight β of a moving average that starts as the mean of all minibatches: β(k) = min(1 - 1/k, decay).
+
+    For the ``decay`` of :class:`~kfqn_ext.optim.sides.OmegaInverse` and its like; from Martens and Grosse, "Optimizing
+    neural networks with Kronecker-factored approximate curvature" (2015). What a warm start found is forgotten at
+    k = 1, where β is 0.
+
+    Args:
+        decay: β in the end.
+
+    Returns:
+        The schedule.
+    """
+    return lambda k: min(1.0 - 1.0 / k, decay)
+
+
 def take_schedules(group: dict[str, Any], step: int) -> dict[str, Schedule]:
     """Replace a group's functions by their values for the next step, and return the functions."""
     found: dict[str, Schedule] = {key: group[key] for key in SCHEDULABLE if callable(group.get(key))}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kfqn_ext.errors import MissingQuantitiesError, UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities
 from kfqn_ext.optim import KBFGS, KBFGSL, Minibatch
+from kfqn_ext.optim.sides import GammaInverse, MovingHessianAction, OmegaInverse
 
 both = pytest.mark.parametrize("cls", [KBFGS, KBFGSL])
 started = pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later step"])
@@ -126,6 +127,13 @@ def test_a_bad_history_size(size: Any) -> None:
     model = net()
     with unchanged(model), pytest.raises(ValueError, match="history_size"):
         KBFGSL(model, history_size=size)
+
+
+@pytest.mark.parametrize("side", [OmegaInverse, GammaInverse, MovingHessianAction])
+@pytest.mark.parametrize("decay", [1.0, -0.1, float("nan"), lambda k: 1.0, lambda k: None])
+def test_a_bad_decay(side: Any, decay: Any) -> None:
+    with pytest.raises(ValueError, match=r"Invalid decay: .* 0 <= β < 1"):
+        side(decay=decay)
 
 
 @both

@@ -11,8 +11,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.linalg import double_damping_2020
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL, splits
-from kfqn_ext.optim.sides import DenseSecant, HessianAction, LimitedHessianAction, LimitedSecant, MovingHessianAction
+from kfqn_ext.optim import (
+    KBFGS,
+    KBFGS20,
+    KBFGSL,
+    KBFGSL20,
+    KFAC,
+    KroneckerOptimizer,
+    Minibatch,
+    ProvableKBFGSL,
+    running_mean,
+    splits,
+)
+from kfqn_ext.optim.sides import (
+    DenseSecant,
+    GammaInverse,
+    HessianAction,
+    LimitedHessianAction,
+    LimitedSecant,
+    MovingHessianAction,
+    OmegaInverse,
+)
 from kfqn_ext.optim.targets import categorical
 from tests import reference as ref
 from tests.cases import assert_close
@@ -151,6 +170,15 @@ class TraceSplit(ref.ReferenceKBFGS):
             st.H_G = ref.lbfgs(torch.eye(s.shape[-1], dtype=F64) / st.lambda_G[..., None, None], st.pairs)
 
 
+class RunningMeanOfA(ref.ReferenceKBFGS):
+    """A moves with the weight min(1 - 1/k, 0.6)."""
+
+    def update_H_A(self, st: Any, layer: ref.Layer) -> None:
+        always, self.beta = self.beta, min(1 - 1 / self.k, 0.6)
+        super().update_H_A(st, layer)
+        self.beta = always
+
+
 Make = Callable[..., Any]
 
 
@@ -175,6 +203,10 @@ ROWS: dict[str, tuple[Make, Make]] = {
     "K-BFGS(L)-20": (limited(KBFGSL20), twin_of(**OLD, memory=4)),
     "#1 off": (cell(output_side=DenseSecant(pair_damping=double_damping_2020)), twin_of(pair_damping="2020")),
     "#2 off": (cell(input_side=MovingHessianAction()), twin_of(moving_A=True)),
+    "#2 off, running mean": (
+        cell(input_side=MovingHessianAction(decay=running_mean(0.6))),
+        twin_of(RunningMeanOfA, moving_A=True),
+    ),
     "L-BFGS on both sides": (
         cell(input_side=LimitedHessianAction(memory=4), output_side=LimitedSecant(memory=4)),
         twin_of(LimitedA, memory=4),
@@ -271,6 +303,14 @@ class PiIsOne(ref.ReferenceKFAC):
         return ref.damped_inverse(Omega, self.damping**0.5), ref.damped_inverse(Gamma, self.damping**0.5)
 
 
+class RunningMean(PiIsOne):
+    """Ω and Γ move with the weight min(1 - 1/k, 0.6)."""
+
+    def update_curvature(self, x: Any, rng_state: Tensor) -> None:
+        self.beta = min(1 - 1 / self.k, 0.6)
+        super().update_curvature(x, rng_state)
+
+
 def sample(output: Tensor) -> Tensor:
     """As KFAC samples: a seed from the global random numbers after the first pass, and a generator of its own."""
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
@@ -288,6 +328,19 @@ KFAC_ROWS: dict[str, tuple[Any, Any]] = {
     "stable, adaptive π": (
         replace(KFAC.recipe, split=splits.trace),
         lambda *a, **k: ref.ReferenceKFAC(*a, **k, order="statistics_first"),
+    ),
+    "stable, running mean": (
+        replace(KFAC.recipe, input_side=OmegaInverse(running_mean(0.6)), output_side=GammaInverse(running_mean(0.6))),
+        lambda *a, **k: RunningMean(*a, **k, order="statistics_first"),
+    ),
+    "as printed, running mean": (
+        replace(
+            KFAC.recipe_as_printed,
+            split=splits.equal,
+            input_side=OmegaInverse(running_mean(0.6)),
+            output_side=GammaInverse(running_mean(0.6)),
+        ),
+        lambda *a, **k: RunningMean(*a, **k, order="printed"),
     ),
 }
 FREQUENCIES = [(1, 1), (1, 3), (2, 1), (3, 2)]

@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, KBFGSL, Minibatch
+from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch, running_mean
+from kfqn_ext.optim.sides import GammaInverse, OmegaInverse
 
 STEPS, INTERRUPTED = 10, 5  # curvature is due on every third step: not at the interruption
 OPTIMIZERS: dict[str, Any] = {
@@ -20,6 +22,13 @@ OPTIMIZERS: dict[str, Any] = {
     "KBFGSL": lambda model: KBFGSL(model, lr=0.1, damping=1.0, curvature_update_freq=1, history_size=3),
     "bfloat16 direction": lambda model: KBFGS(
         model, lr=0.1, damping=1.0, curvature_update_freq=3, direction_dtype=torch.bfloat16
+    ),
+    "KFAC": lambda model: KFAC(model, lr=0.01, damping=1.0, stats_update_freq=2, inverse_update_freq=3),
+    "KFAC, running mean": lambda model: KFAC(  # the step that is resumed decides its weights
+        model,
+        lr=0.01,
+        damping=1.0,
+        recipe=replace(KFAC.recipe, input_side=OmegaInverse(running_mean()), output_side=GammaInverse(running_mean())),
     ),
     "groups": lambda model: KBFGSL(
         model,

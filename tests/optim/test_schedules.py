@@ -8,7 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch, ProvableKBFGSL, burn_in, dense_then, theorem_step_sizes
+from kfqn_ext.optim import (
+    KBFGS,
+    KBFGSL,
+    KFAC,
+    Minibatch,
+    ProvableKBFGSL,
+    burn_in,
+    dense_then,
+    running_mean,
+    theorem_step_sizes,
+)
 from tests.cases import assert_close
 
 X, Y = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
@@ -56,6 +66,15 @@ def test_the_burn_in_costs_few_updates() -> None:
 def test_dense_then_is_the_published_codes_schedule() -> None:
     T = dense_then(every=20, until=20)
     assert [k for k in range(1, 100) if k % T(k) == 0] == [*range(1, 21), 40, 60, 80]
+
+
+def test_a_running_mean_is_the_mean_of_all_values_so_far_until_it_forgets() -> None:
+    values, beta = torch.arange(1.0, 31.0) ** 2, running_mean(0.9)
+    average = torch.tensor(123.0)  # forgotten at once
+    for k, value in enumerate(values, start=1):
+        average = beta(k) * average + (1 - beta(k)) * value
+        assert k > 10 or torch.isclose(average, values[:k].mean())
+    assert [beta(k) for k in (1, 2, 10, 11, 1000)] == [0.0, 0.5, 0.9, 0.9, 0.9]
 
 
 # ------------------------------------------------------------------ in the step

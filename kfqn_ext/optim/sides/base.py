@@ -44,11 +44,13 @@ class Seen:
         first: In the first pass.
         second: In the second pass.
         finite: Whether all gradients of the minibatch were finite, bool []; nothing is learned from others.
+        step: k of the step that the minibatch is of, from 1.
     """
 
     first: Measured
     second: Measured
     finite: Tensor
+    step: int
 
 
 class Side:

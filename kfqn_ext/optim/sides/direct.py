@@ -6,18 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg import damped_inverse, flush_
+from kfqn_ext.linalg import damped_inverse
 from kfqn_ext.optim.sides.base import InputSide, Kind, Measured, OutputSide, Seen, State
+from kfqn_ext.optim.sides.moving_average import Decay, check_decay, move_towards
 
 
 def _mean_eigenvalue(A: Tensor) -> Tensor:
     return A.diagonal(dim1=-2, dim2=-1).mean(-1)
-
-
-def _move_towards(average: Tensor, value: Tensor, decay: float, seen: Seen) -> None:
-    """Move: average ← β average + (1 - β) value, where the value is finite."""
-    finite = torch.isfinite(value).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
-    flush_(average.lerp_(torch.where(finite, value, average), 1.0 - decay))
 
 
 @dataclass(frozen=True)
@@ -41,19 +36,23 @@ class OmegaInverse(InputSide):
     """H_Ω = (Ω + λ_A I)⁻¹ with a moving average Ω, ``algo_1``.
 
     Attributes:
-        decay: β in Ω ← βΩ + (1 - β) Ω of this minibatch.
+        decay: β in Ω ← βΩ + (1 - β) Ω of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
     """
 
-    decay: float = 0.9
+    decay: Decay = 0.9
     second: ClassVar[tuple[Kind, ...]] = ("factors",)
     starts_from: ClassVar[tuple[Kind, ...]] = ("factors",)
+
+    def __post_init__(self) -> None:
+        """Check β."""
+        check_decay(self.decay)
 
     def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
         state["Omega"], state["H_A"] = A, damped_inverse(A, damping)
 
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         assert seen.second.factors is not None
-        _move_towards(state["Omega"], seen.second.factors.Omega, self.decay, seen)
+        move_towards(state["Omega"], seen.second.factors.Omega, self.decay, seen)
 
     def refresh(self, state: State, damping: Tensor) -> None:  # noqa: D102
         state["H_A"] = damped_inverse(state["Omega"], damping)
@@ -67,12 +66,16 @@ class GammaInverse(OutputSide):
     """H_Γ = (Γ + λ_G I)⁻¹ with a moving average Γ from sampled targets, ``algo_1``.
 
     Attributes:
-        decay: β in Γ ← βΓ + (1 - β) Γ of this minibatch.
+        decay: β in Γ ← βΓ + (1 - β) Γ of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
     """
 
-    decay: float = 0.9
+    decay: Decay = 0.9
     second: ClassVar[tuple[Kind, ...]] = ("factors",)
     starts_from: ClassVar[tuple[Kind, ...]] = ("factors",)
+
+    def __post_init__(self) -> None:
+        """Check β."""
+        check_decay(self.decay)
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         assert measured.factors is not None
@@ -81,7 +84,7 @@ class GammaInverse(OutputSide):
 
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         assert seen.second.factors is not None
-        _move_towards(state["Gamma"], seen.second.factors.Gamma, self.decay, seen)
+        move_towards(state["Gamma"], seen.second.factors.Gamma, self.decay, seen)
 
     def refresh(self, state: State, damping: Tensor) -> None:  # noqa: D102
         state["H_G"] = damped_inverse(state["Gamma"], damping)

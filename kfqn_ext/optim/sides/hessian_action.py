@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg import bfgs_update_, damped_inverse, flush_
+from kfqn_ext.linalg import bfgs_update_, damped_inverse
 from kfqn_ext.optim.sides.base import InputSide, Kind, Seen, State, count, start_count, times
+from kfqn_ext.optim.sides.moving_average import Decay, check_decay, move_towards
 from kfqn_ext.optim.sides.pairs import check_memory, start_pairs, times_pairs, update_pairs
 
 
@@ -57,11 +58,15 @@ class MovingHessianAction(HessianAction):
     """Hessian-action BFGS of K-BFGS-20: A is a moving average of the minibatches', formed and kept.
 
     Attributes:
-        decay: β in A ← βA + (1 - β) A of this minibatch.
+        decay: β in A ← βA + (1 - β) A of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
     """
 
-    decay: float = 0.9
+    decay: Decay = 0.9
     first: ClassVar[tuple[Kind, ...]] = ("moments", "gram")
+
+    def __post_init__(self) -> None:
+        """Check β."""
+        check_decay(self.decay)
 
     def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
         super().start(state, A, damping)
@@ -73,8 +78,7 @@ class MovingHessianAction(HessianAction):
     def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
         moments, A = seen.first.moments, seen.first.A
         assert moments is not None and A is not None
-        finite = torch.isfinite(A).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
-        flush_(state["A"].lerp_(torch.where(finite, A, state["A"]), 1.0 - self.decay))
+        move_towards(state["A"], A, self.decay, seen)
         s = times(state["H_A"], moments.a_bar)
         _note_leverage(state, s, seen)
         s = torch.where(seen.finite, s, 0.0)
