@@ -107,7 +107,10 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "kbfgs-bf16-quarter": Contender(
         _kbfgs(direction_dtype=torch.bfloat16, second_pass_fraction=0.25),
-        {"K-BFGS, T = 1, bfloat16, curvature from a quarter": {"due": 1}},
+        {
+            "K-BFGS, T = 20, bfloat16, curvature from a quarter": every(20),
+            "K-BFGS, T = 1, bfloat16, curvature from a quarter": {"due": 1},
+        },
     ),
     "kbfgs-one-pass": Contender(
         _changed(_ONE_PASS, direction_dtype=torch.bfloat16, second_pass_fraction=0.25),
@@ -119,6 +122,10 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "kfac": Contender(_kfac(), {"KFAC (10, 100)": every_two(10, 100)}),
     "kfac-bf16": Contender(_kfac(direction_dtype=torch.bfloat16), {"KFAC (10, 100), bfloat16": every_two(10, 100)}),
+    "kfac-bf16-quarter": Contender(
+        _kfac(direction_dtype=torch.bfloat16, second_pass_fraction=0.25),
+        {"KFAC (10, 100), bfloat16, factors from a quarter": every_two(10, 100)},
+    ),
     "curvlinops": Contender(peers.curvlinops_kfac, {"curvlinops' KFAC (10)": every(10)}),
     "singd": Contender(peers.singd, {"singd (10)": every(10)}),
     "asdfghjkl": Contender(peers.asdfghjkl_kfac, {"asdfghjkl's KFAC (10, 100)": every_two(10, 100)}),

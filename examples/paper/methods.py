@@ -95,13 +95,14 @@ def _provable(model: nn.Module, settings: Settings) -> Optimizer:
     )
 
 
-def _kfac(recipe: str, model: nn.Module, settings: Settings) -> Optimizer:
+def _kfac(recipe: str, model: nn.Module, settings: Settings, **options: Any) -> Optimizer:
     return zoo.KFAC(
         model,
         stats_update_freq=settings.stats_update_freq,
         inverse_update_freq=settings.update_freq,
         recipe=getattr(zoo.KFAC, recipe),
         **_common(settings),
+        **options,
     )
 
 
@@ -158,6 +159,12 @@ METHODS: dict[str, Method] = {
         "K-BFGS (bfloat16 direction, pairs of a quarter of the batch)",
         partial(_quasi_newton, "KBFGS", direction_dtype=torch.bfloat16, second_pass_fraction=0.25),
         update_freq=1,
+    ),
+    "kfac-part": Method(
+        "KFAC (factors from a quarter of the batch)",
+        partial(_kfac, "recipe", second_pass_fraction=0.25),
+        update_freq=20,
+        samples_targets=True,
     ),
     "provable": Method("K-BFGS(L), algo_7", _provable, update_freq=1),
     "kbfgs-moving-a": Method("K-BFGS (#2 off)", partial(_ablation, "input_side"), update_freq=1),
