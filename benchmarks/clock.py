@@ -62,7 +62,9 @@ def _warm(values: list[float]) -> list[float]:
     return values[1:] or values
 
 
-def interleave(runs: Mapping[str, Run], base: str, turns: int, device: torch.device) -> Times:
+def interleave(
+    runs: Mapping[str, Run], base: str, turns: int, device: torch.device, before: Mapping[str, Run] | None = None
+) -> Times:
     """Run everything once a turn, in random order.
 
     Args:
@@ -70,6 +72,7 @@ def interleave(runs: Mapping[str, Run], base: str, turns: int, device: torch.dev
         base: The name of what all others are compared with.
         turns: How many turns.
         device: What it runs on.
+        before: What runs just before, untimed: it leaves the caches as they are in use, not as others leave them.
 
     Returns:
         Times of all; a run that raises is left out of later turns.
@@ -85,6 +88,8 @@ def interleave(runs: Mapping[str, Run], base: str, turns: int, device: torch.dev
             if name in times.errors or (times.seconds[name] and name != base and sum(times.seconds[name]) > allowed):
                 continue
             try:
+                if before is not None:
+                    before[name]()
                 turn[name] = _seconds(runs[name], device)
             except Exception as error:
                 if name == base:

@@ -50,6 +50,7 @@ def steps(
 ) -> tuple[Times, dict[str, str]]:
     """Time every kind of step of every contender, beside SGD-m's; and say why a contender could not be built."""
     runs: dict[str, Run] = {}
+    before: dict[str, Run] = {}  # in training, the step before was the same optimizer's
     errors: dict[str, str] = {}
     for name in names:
         contender = CONTENDERS[name]
@@ -59,7 +60,8 @@ def steps(
             errors[name] = first_line(error)
             continue
         runs |= {f"{name}: {kind}": ready.steps[kind] for kind in contender.kinds}
-    return interleave(runs, _BASE_STEP, turns, device), errors
+        before |= {f"{name}: {kind}": ready.steps["ordinary"] for kind in contender.kinds}
+    return interleave(runs, _BASE_STEP, turns, device, before), errors
 
 
 def mean_steps(name: str, times: Times) -> dict[str, float]:

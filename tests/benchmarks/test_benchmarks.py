@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,16 @@ def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"processor": "p", "device": "CPU", "threads": 1, "python": "3", "versions": {}}
     text = render({"quick": False, "problems": {"p": problem}, "command": "c", "environment": environment})
     assert "| bad does not run: RuntimeError: no such kernel |" in text and "| q does not run: no |" in text
+
+
+def test_what_runs_before_is_not_timed() -> None:
+    done = []
+    runs = {name: partial(done.append, name) for name in ("base", "other")}
+    before = {"base": lambda: sum(range(10**7)), "other": lambda: done.append("before other")}
+    times = clock.interleave(runs, "base", 2, CPU, before)
+    assert done.count("before other") == 2
+    assert all(done[done.index("other", i) - 1] == "before other" for i in (0, done.index("other") + 1))
+    assert max(times.seconds["base"]) < 0.05  # the sum takes longer
 
 
 def test_what_is_slow_runs_once() -> None:
