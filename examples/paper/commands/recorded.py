@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -49,6 +50,8 @@ class Recorded:
     """Directory that holds MNIST."""
     download: bool = False
     """Fetch MNIST where it is missing."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
     threads: int = 0
     """Threads of torch; 0 for its own choice."""
     out: Path = Path("runs/recorded.jsonl")
@@ -57,11 +60,12 @@ class Recorded:
     def main(self) -> None:
         if self.threads:
             torch.set_num_threads(self.threads)
-        images = mnist_vectors(self.data_root, self.download).train.x
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        images = mnist_vectors(self.data_root, self.download).train.x.to(name)
         done = {(record["seed"], record["targets"]) for record in records.read(self.out)}
         for targets in [targets for targets in self.targets if (self.seed, targets) not in done]:
             result = train(images, self.seed, targets, self.epochs, self.batch_size)
-            about = {"command": environment.command(), "environment": environment.describe(torch.device("cpu"))}
+            about = {"command": environment.command(), "environment": environment.describe(images.device)}
             records.append(self.out, {"kind": "recorded", "seed": self.seed, "targets": targets, **result, **about})
         Console().print(Markdown(render(self.out)))
 
@@ -69,7 +73,7 @@ class Recorded:
 def train(images: Tensor, seed: int, targets: int, epochs: int, batch_size: int) -> dict[str, object]:
     """Train; return the loss by epoch, and the step at which it left all bounds, or None."""
     torch.manual_seed(seed)
-    model = autoencoder(MNIST_WIDTHS)
+    model = autoencoder(MNIST_WIDTHS).to(images.device)
     optimizer = KFAC(
         model,
         lr=0.1,
@@ -106,7 +110,7 @@ def batches(images: Tensor, seed: int, epochs: int, batch_size: int) -> Iterator
         order = order[permutation]
         for start in range(0, len(images) - batch_size + 1, batch_size):
             rng.permutation(batch_size)  # the order of the data in its second pass, which changes nothing else
-            yield images[torch.from_numpy(order[start : start + batch_size])]
+            yield images[torch.from_numpy(order[start : start + batch_size]).to(images.device)]
 
 
 @torch.no_grad()
