@@ -9,15 +9,15 @@ from kfqn_ext.linalg import flush_
 from kfqn_ext.optim.sides.base import Seen
 
 Decay = float | Callable[[int], float]
-"""β in A ← βA + (1 - β) A of this minibatch, or a function of the step k = 1, 2, …"""
+"""β in A ← βA + (1 - β) A of this minibatch, or a function of the step k = 1, 2, …; at 1 the average stays."""
 
 
 def check_decay(decay: Decay) -> None:
     """Raise a ValueError where β is none, at the first step if it is a function."""
     beta = _at(decay, 1)
-    if not isinstance(beta, int | float) or not 0 <= beta < 1:
+    if not isinstance(beta, int | float) or not 0 <= beta <= 1:
         found = f"{beta!r} at step 1" if callable(decay) else repr(beta)
-        raise ValueError(f"Invalid decay: {found}. It must be a number β with 0 <= β < 1, or a function k ↦ β.")
+        raise ValueError(f"Invalid decay: {found}. It must be a number β with 0 <= β <= 1, or a function k ↦ β.")
 
 
 def move_towards(average: Tensor, value: Tensor, decay: Decay, seen: Seen) -> None:
