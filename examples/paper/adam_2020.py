@@ -28,8 +28,8 @@ class Adam2020(Optimizer):
             group["step"] += 1
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:
-                self.state[p].setdefault("m", torch.zeros_like(p))
-                self.state[p].setdefault("v", torch.zeros_like(p))
+                if not self.state[p]:
+                    self.state[p] = {"m": torch.zeros_like(p), "v": torch.zeros_like(p)}
             self._move(params, group)
         return loss
 
