@@ -148,6 +148,7 @@ class Explicit:
         """From the layer, its input, and the mean loss's gradient by its output."""
         module = copy.deepcopy(module).double()
         x, g, h = x.detach().double(), g.detach().double(), module(x.detach().double())
+        self.g = g
         self.seen, self.size = ref.Layer(module, x, h, g), ref.Layer(module, x.abs(), h, g.abs())
         self.W = ref.weight_matrix(module)
         self.size.h_bar = torch.einsum("...ij,...j->...i", self.W.abs(), self.size.a_bar)

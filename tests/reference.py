@@ -94,6 +94,17 @@ def outputs(module: nn.Module, h: Tensor) -> Tensor:
     return h.squeeze(2) if groups == 1 else h
 
 
+def bound_sum_abs(module: Any, g: Tensor) -> Tensor:
+    """Σ_n Σ_t |g|; for a convolution Σ_n √|T| ‖g_n‖, which is not less."""
+    by_location = outputs(module, g.double())
+    absolute = by_location.abs().sum((0, 1))
+    if isinstance(module, nn.Linear):
+        return absolute
+    bound = math.sqrt(by_location.shape[1]) * by_location.square().sum(1).sqrt().sum(0)
+    assert (bound >= (1 - 1e-12) * absolute).all()
+    return bound
+
+
 def as_matrix(module: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
     """W = [weight, bias] (eq_19), for the parameters or anything of their shapes, [*B, d_out, d_in]."""
     groups = getattr(module, "groups", 1)

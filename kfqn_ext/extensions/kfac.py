@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from einops import rearrange
 from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
@@ -80,8 +79,8 @@ class KFACFactors(LayerExtension[KroneckerFactors]):
         super().__init__("kfac_factors", reduction, subsampling, accumulate, modules)
 
     def measure(self, module: nn.Module, layer: LayerPass) -> KroneckerFactors:  # noqa: D102
-        rows = rearrange(layer.geometry.outputs(layer.g), "n t ... i -> ... (n t) i") * layer.grad_scale
-        Gamma = rows.mT @ rows / (layer.num_data * layer.num_locations)
+        mean = layer.grad_scale**2 / (layer.num_data * layer.num_locations)
+        Gamma = layer.geometry.gram_outputs(layer.g).mul_(mean)
         return KroneckerFactors(layer.geometry.gram(layer.x), Gamma, layer.num_data, layer.num_locations)
 
     def merge(self, module: nn.Module, old: KroneckerFactors, layer: LayerPass) -> KroneckerFactors:  # noqa: D102

@@ -86,8 +86,12 @@ class LayerGeometry(ABC):
         """Σ_n Σ_t of an output-shaped tensor: [*B, d_out]."""
 
     @abstractmethod
-    def sum_abs_outputs(self, g: Tensor) -> Tensor:
-        """Σ_n Σ_t of the absolute values of an output-shaped tensor: [*B, d_out]."""
+    def bound_sum_abs(self, g: Tensor) -> Tensor:
+        """A bound on Σ_n Σ_t |g| for an output-shaped tensor, at most √|T| times as large: [*B, d_out]."""
+
+    @abstractmethod
+    def gram_outputs(self, g: Tensor) -> Tensor:
+        """Σ_n Σ_t h_t h_tᵀ of an output-shaped tensor: [*B, d_out, d_out]."""
 
     @abstractmethod
     def patches(self, x: Tensor) -> Tensor:

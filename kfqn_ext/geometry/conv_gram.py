@@ -15,6 +15,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 
@@ -64,7 +65,7 @@ def correlation_gram(
             correlation = _correlation(pixels, [range(start, stop) for start, stop, _ in box], shift)
             for delta in product(*(offsets for *_, offsets in box)):
                 blocks[(*delta, *(i + d for i, d in zip(delta, difference, strict=True)))].add_(correlation)
-    _assemble(blocks.reshape(-1, torch.Size(kernel).numel(), *blocks.shape[-3:]), out)
+    assemble(blocks.reshape(-1, torch.Size(kernel).numel(), *blocks.shape[-3:]), 1, out)
 
 
 def _correlation(pixels: Tensor, box: Sequence[range], shift: Sequence[int]) -> Tensor:
@@ -80,10 +81,15 @@ def _correlation(pixels: Tensor, box: Sequence[range], shift: Sequence[int]) -> 
     return total
 
 
-def _assemble(blocks: Tensor, out: Tensor) -> None:
-    """Mirror the blocks, [|Δ|, |Δ|, G, J, J], known for δ ≤ δ', and write the offset fastest, as a weight has it."""
-    size = len(blocks)
-    for row in range(size):
+def assemble(blocks: Tensor, width: int, out: Tensor) -> None:
+    """Mirror blocks that are known for δ ≤ δ', and write the offset fastest, as a weight has it.
+
+    Args:
+        blocks: [P, P, G, k·J, k·J], for P places of the kernel with k = ``width`` places each.
+        width: k.
+        out: [G, J·P·k, J·P·k].
+    """
+    for row in range(len(blocks)):
         blocks[row + 1 :, row] = blocks[row, row + 1 :].mT
-    by_offset = blocks.permute(2, 3, 0, 4, 1)
+    by_offset = rearrange(blocks, "p q g (k j) (l i) -> g j p k i q l", k=width, l=width)
     out.view(by_offset.shape).copy_(by_offset)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from kfqn_ext.geometry.base import LayerGeometry, register
-from kfqn_ext.geometry.sum_abs import sum_abs
 
 
 def _by_location(x: Tensor) -> Tensor:
@@ -54,8 +53,12 @@ class LinearGeometry(LayerGeometry):
     def sum_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
         return g.flatten(0, -2).sum(0)
 
-    def sum_abs_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
-        return sum_abs(g.flatten(0, -2), (0,))
+    def bound_sum_abs(self, g: Tensor) -> Tensor:  # noqa: D102
+        return g.flatten(0, -2).abs().sum(0)
+
+    def gram_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
+        rows = g.flatten(0, -2)
+        return rows.T @ rows
 
     def patches(self, x: Tensor) -> Tensor:  # noqa: D102
         x = _by_location(x)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kfqn_ext.extensions import InputGram, KBFGSQuantities, LayerMoments, extend
 from kfqn_ext.geometry import geometry_of
+from tests import reference as ref
 from tests.cases import FEW_EXAMPLES, IGNORE_EVEN_SAME, Case, Explicit, assert_close, every_case, random_cases
 
 pytestmark = IGNORE_EVEN_SAME
@@ -59,7 +60,8 @@ def check(case: Case, dtype: torch.dtype, how: Callable[[nn.Module], Any]) -> No
     for shape in ((*blocks, d), (*blocks, d, 1), (*blocks, d, 3)):
         s = torch.randn(shape, dtype=dtype)
         explicit.check_product(tol, s, q.A @ s)
-    assert_close(q.dh_noise, 16 * torch.finfo(dtype).eps * explicit.size.dh_bar, tol)
+    noise = 16 * torch.finfo(dtype).eps * ref.bound_sum_abs(layer, explicit.g) / q.num_locations
+    assert_close(q.dh_noise, noise, tol)
 
 
 @every_case

@@ -1,5 +1,6 @@
-"""A from correlations of the input equals A from its patches, on both sides of the switch between the two ways."""
+"""A from correlations and from lines of the input equals A from its patches, and the switch between the two ways."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfqn_ext.geometry import ConvGeometry, conv, geometry_of
+from kfqn_ext.geometry import ConvGeometry, conv_lines, geometry_of
 from kfqn_ext.geometry.conv_gram import correlation_gram
+from kfqn_ext.geometry.conv_lines import line_gram
 from tests import reference as ref
 from tests.cases import CONVS, FEW_EXAMPLES, IGNORE_EVEN_SAME, MODES, assert_close
 
@@ -29,49 +31,73 @@ def geometry(layer: Any) -> ConvGeometry:
 
 
 @st.composite
-def stride_1_layers(draw: st.DrawFn) -> tuple[Any, Tensor]:
-    """A convolution of stride 1 with its input; its output has one location or some more."""
+def layers(draw: st.DrawFn, strides: int) -> tuple[Any, Tensor]:
+    """A convolution of stride up to ``strides`` with its input; its output has one location or some more."""
     dims = draw(st.integers(1, 3))
     kernel = [draw(st.integers(1, 4 if dims < 3 else 3)) for _ in range(dims)]
     dilation = [draw(st.integers(1, 2)) for _ in range(dims)]
+    stride = [draw(st.integers(1, strides)) for _ in range(dims)]
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     # More padding than the kernel reaches: there are patches of zeros only.
-    padding: Any = "same" if draw(st.booleans()) else [draw(st.integers(0, r + 1)) for r in reach]
+    same = max(stride) == 1 and draw(st.booleans())
+    padding: Any = "same" if same else [draw(st.integers(0, r + 1)) for r in reach]
     # Room for the kernel, and for a reflection or a circle, which need more places than they pad.
     size = [r + 2 + draw(st.integers(0, 4)) for r in reach]
     groups = draw(st.integers(1, 3))
     i, o = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
     options = {"padding_mode": draw(st.sampled_from(MODES)), "bias": draw(st.booleans()), "groups": groups}
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    layer = CONVS[dims](i, o, kernel, padding=padding, dilation=dilation, **options, dtype=F64)
+    layer = CONVS[dims](i, o, kernel, stride, padding=padding, dilation=dilation, **options, dtype=F64)
     return layer, torch.randn(draw(st.integers(1, 3)), i, *size, dtype=F64)
 
 
+def explicit_inner(g: ConvGeometry, layer: Any, x: Tensor) -> Tensor:
+    """N A without the homogeneous coordinate, [G, J·|Δ|, J·|Δ|]."""
+    inner = g.d_in - g.has_bias
+    return len(x) * explicit_gram(layer, x).reshape(g.groups, g.d_in, g.d_in)[:, :inner, :inner]
+
+
 @FEW_EXAMPLES
-@given(case=stride_1_layers())
+@given(case=layers(strides=1))
 def test_correlations_equal_patches_at_any_size(case: tuple[Any, Tensor]) -> None:
     """Also where the output has fewer locations than the kernel has places, and no core of the input is left."""
     layer, x = case
     g = geometry(layer)
     x_padded, padding = g._prepare(x)
-    inner = g.d_in - g.has_bias
-    A = torch.empty(g.groups, inner, inner, dtype=F64)
+    want = explicit_inner(g, layer, x)
+    A = torch.full_like(want, torch.nan)
     correlation_gram(x_padded, g.kernel_size, g.dilation, padding, g.groups, out=A)
-    assert_close(A / len(x), explicit_gram(layer, x).reshape(g.groups, g.d_in, g.d_in)[:, :inner, :inner], 1e-12)
+    assert_close(A, want, 1e-12)
 
 
-# The switch: stride 1, more than one place in the kernel, 16 channels a group.
+@FEW_EXAMPLES
+@given(case=layers(strides=3), budget=st.integers(1, 200))
+def test_lines_equal_patches_at_any_size(case: tuple[Any, Tensor], budget: int) -> None:
+    """Also a few data at a time, and with strides that leave lines out."""
+    layer, x = case
+    g = geometry(layer)
+    x_padded, padding = g._prepare(x)
+    want = explicit_inner(g, layer, x)
+    A = torch.full_like(want, torch.nan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conv_lines, "_LINE_BUDGET", budget)
+        line_gram(x_padded, g.kernel_size, g.stride, g.dilation, padding, g.groups, out=A)
+    assert_close(A, want, 1e-12)
+
+
+# The switch: stride 1, more than one place in the kernel, lines of more than 192 columns a group.
 SWITCH: list[tuple[int, Any, dict[str, Any], bool]] = [
-    (16, (3,), {}, True),
-    (15, (3,), {}, False),
-    (16, (3, 3), {"padding": 1}, True),
-    (16, (3, 3), {"padding": "same", "dilation": 2}, True),
-    (16, (2, 4), {"padding": "same"}, True),
-    (16, (3, 3), {"stride": (1, 2)}, False),
-    (16, (1, 1), {}, False),  # no two offsets: patches are the input
-    (16, (3, 1), {}, True),
+    (65, (3,), {}, True),
+    (64, (3,), {}, False),
+    (65, (3, 3), {"padding": 1}, True),
+    (65, (3, 3), {"padding": "same", "dilation": 2}, True),
+    (49, (2, 4), {"padding": "same"}, True),
+    (49, (4, 2), {"padding": "same"}, False),
+    (65, (3, 3), {"stride": (1, 2)}, False),
+    (193, (1, 1), {}, False),  # no two offsets: patches are the input
+    (193, (3, 1), {}, True),
     (8, (3, 3), {"padding": 1}, False),
-    (16, (3, 2, 2), {"padding": 1}, True),
+    (97, (1, 2, 2), {"padding": 1}, True),
     (8, (3, 2, 2), {"padding": 1}, False),
 ]
 
@@ -90,31 +116,33 @@ def test_gram_on_both_sides_of_the_switch(
     assert_close(geometry(layer).gram(x), explicit_gram(layer, x), 1e-12)
 
 
-def test_float32_is_as_precise_as_patches() -> None:
-    layer, x = CONVS[2](16, 4, 3, padding=1), torch.randn(16, 16, 16, 16)
+@pytest.mark.parametrize("channels", [16, 72])
+def test_float32_is_as_precise_as_patches(channels: int) -> None:
+    layer, x = CONVS[2](channels, 4, 3, padding=1), torch.randn(16, channels, 16, 16)
     want = explicit_gram(layer, x.double())
-    assert geometry(layer)._correlations_pay()
+    assert geometry(layer)._correlations_pay() == (channels == 72)
     A = geometry(layer).gram(x)
     assert_close(A, want, 2e-6)
     assert_close(A.mT, A, 1e-6)
     assert torch.linalg.eigvalsh(A.double())[0] > -1e-5 * A.diagonal().max()
 
 
-@pytest.mark.parametrize("options", [{"stride": 2}, {"dilation": 2}, {"stride": (1, 3), "groups": 2}])
-def test_layers_with_patches_take_a_few_data_at_a_time(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2}, {"stride": (1, 3), "groups": 2}])
+def test_lines_are_let_go_and_hold_a_few_data(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more numbers than the budget in all lines that live."""
     layer, x = CONVS[2](4, 6, 3, padding=1, dtype=F64, **options), torch.randn(7, 4, 20, 20, dtype=F64)
     assert not geometry(layer)._correlations_pay()
-    at_once, sizes = [], []
-    patches = ConvGeometry.patches
+    unfolded, living, at_once, sizes = conv_lines._unfolded, [], [], []
 
-    def counted(self: ConvGeometry, x: Tensor) -> Tensor:
-        at_once.append(len(x)), sizes.append(patches(self, x).numel())
-        return patches(self, x)
+    def counted(line: Tensor, *arguments: Any) -> Tensor:
+        R = unfolded(line, *arguments)
+        living.append(weakref.ref(R))
+        sizes.append(sum(other.numel() for ref in living if (other := ref()) is not None))
+        at_once.append(len(line))
+        return R
 
-    monkeypatch.setattr(ConvGeometry, "patches", counted)
-    budget = 2 * patches(geometry(layer), x[:1]).numel() + 1
-    monkeypatch.setattr(conv, "_PATCH_BUDGET", budget)
+    monkeypatch.setattr(conv_lines, "_unfolded", counted)
+    per_datum = 2 * 20 * 12 * (5 if options == {"dilation": 2} else 3)
+    monkeypatch.setattr(conv_lines, "_LINE_BUDGET", per_datum)
     assert_close(geometry(layer).gram(x), explicit_gram(layer, x), 1e-12)
-    assert max(at_once) == 2 and max(sizes) <= budget
+    assert 2 <= max(at_once) <= 6 and max(sizes) <= per_datum

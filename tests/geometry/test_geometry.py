@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfqn_ext.geometry import base, conv, geometry_of
+from kfqn_ext.geometry import base, geometry_of
 from tests import reference as ref
 from tests.cases import (
-    ALL_CASES,
     CASES,
     FEW_EXAMPLES,
     IGNORE_EVEN_SAME,
@@ -66,7 +65,8 @@ def check(case: Case, dtype: torch.dtype) -> None:
     explicit.check(tol, a_bar=geometry.mean_patch(x), A=geometry.gram(x))
     T = explicit.seen.num_locations
     explicit.check(tol, dh_bar=geometry.sum_outputs(g) / T)
-    assert_close(geometry.sum_abs_outputs(g) / T, explicit.size.dh_bar, tol)
+    assert_close(geometry.bound_sum_abs(g), ref.bound_sum_abs(layer, g), tol)
+    explicit.check(tol, Gamma=geometry.gram_outputs(g) * explicit.seen.num_data / T)
     if geometry.has_bias:
         assert_close(grad[..., -1], geometry.sum_outputs(g), tol, explicit.size.dh_bar * T)
     for k in (1, 3):
@@ -92,16 +92,6 @@ def test_random_layer(case: Case, seed: int, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
-@pytest.mark.parametrize("case", [c for c in ALL_CASES if c.kind is not nn.Linear][::5], ids=str)
-def test_gram_in_chunks_equals_gram_at_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x, _, _ = pass_through(case, torch.float64)
-    geometry = geometry_of(layer)
-    assert geometry is not None
-    whole = geometry.gram(x)
-    monkeypatch.setattr(conv, "_PATCH_BUDGET", 2 * geometry.patches(x[:1]).numel())
-    assert_close(geometry.gram(x), whole, 1e-14)
-
-
 @every_case
 def test_columns_undo_matrix(case: Case) -> None:
     layer = case.layer()
@@ -124,3 +114,5 @@ def test_channels_last_changes_nothing() -> None:
     assert_close(b.gram_product(x_last, s), a.gram_product(x, s), 1e-14)
     assert_close(b.gram(x_last), a.gram(x), 1e-14)
     assert_close(b.mean_patch(x_last), a.mean_patch(x), 1e-14)
+    g = torch.randn(3, 6, 6, 5, dtype=torch.float64)
+    assert_close(b.bound_sum_abs(g.to(memory_format=torch.channels_last)), a.bound_sum_abs(g), 1e-14)
