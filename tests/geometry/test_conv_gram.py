@@ -127,10 +127,24 @@ def test_float32_is_as_precise_as_patches(channels: int) -> None:
     assert torch.linalg.eigvalsh(A.double())[0] > -1e-5 * A.diagonal().max()
 
 
-@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2}, {"stride": (1, 3), "groups": 2}])
-def test_lines_are_let_go_and_hold_a_few_data(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+# Options, the input's size, and how many lines of 4·3·12 numbers a datum the kernel spans.
+SPANS: list[tuple[dict[str, Any], tuple[int, ...], int]] = [
+    ({}, (20, 12), 3),
+    ({"stride": 2}, (20, 24), 3),
+    ({"dilation": (2, 1)}, (20, 12), 5),
+    ({"stride": (1, 3), "groups": 2}, (20, 36), 3),
+    ({}, (5, 6, 12), 3 * 6),
+]
+
+
+@pytest.mark.parametrize(("options", "size", "lines"), SPANS)
+def test_lines_are_let_go_and_hold_a_few_data(
+    options: dict[str, Any], size: tuple[int, ...], lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Never more numbers than the budget in all lines that live."""
-    layer, x = CONVS[2](4, 6, 3, padding=1, dtype=F64, **options), torch.randn(7, 4, 20, 20, dtype=F64)
+    padding = tuple(options.get("dilation", (1,) * len(size)))
+    layer = CONVS[len(size)](4, 6, 3, padding=padding, dtype=F64, **options)
+    x = torch.randn(7, 4, *size, dtype=F64)
     assert not geometry(layer)._correlations_pay()
     unfolded, living, at_once, sizes = conv_lines._unfolded, [], [], []
 
@@ -142,7 +156,7 @@ def test_lines_are_let_go_and_hold_a_few_data(options: dict[str, Any], monkeypat
         return R
 
     monkeypatch.setattr(conv_lines, "_unfolded", counted)
-    per_datum = 2 * 20 * 12 * (5 if options == {"dilation": 2} else 3)
-    monkeypatch.setattr(conv_lines, "_LINE_BUDGET", per_datum)
+    budget = 2 * lines * 4 * 3 * 12
+    monkeypatch.setattr(conv_lines, "_LINE_BUDGET", budget)
     assert_close(geometry(layer).gram(x), explicit_gram(layer, x), 1e-12)
-    assert 2 <= max(at_once) <= 6 and max(sizes) <= per_datum
+    assert max(at_once) == 2 and budget / 2 < max(sizes) <= budget
