@@ -43,8 +43,8 @@ def products(shapes: Sequence[tuple[int, int]]) -> str:
     for m, d in shapes:
         M, H, work = torch.randn(m, d), torch.randn(d, d), 2e-6 * m * d * d
         low, H_low, out = M.bfloat16(), H.bfloat16(), torch.empty(m, d, dtype=torch.bfloat16)
-        full, rounded = _ms(partial(torch.mm, M, H)), _ms(partial(torch.mm, low, H_low))
-        kept = _ms(partial(torch.mm, low, H_low, out=out))
+        full, rounded = milliseconds(partial(torch.mm, M, H)), milliseconds(partial(torch.mm, low, H_low))
+        kept = milliseconds(partial(torch.mm, low, H_low, out=out))
         numbers = f"{full:.2f}", f"{work / full:.0f}", f"{rounded:.2f}", f"{work / rounded:.0f}", f"{kept:.2f}"
         rows.append([f"{m}×{d}", *numbers])
     return markdown(rows)
@@ -65,7 +65,7 @@ def _equal_layers(count: int, d_out: int, d_in: int) -> list[str]:
         lambda: [bfgs_update_(h, v, 0.7 * v) for h, v in zip(H, s, strict=True)],
         lambda: bfgs_update_(H, s, 0.7 * s),
     ]
-    return [f"{count} of {d_out}×{d_in}", *(f"{_ms(run):.2f}" for run in runs)]
+    return [f"{count} of {d_out}×{d_in}", *(f"{milliseconds(run):.2f}" for run in runs)]
 
 
 def compiled(sizes: Sequence[int]) -> str:
@@ -73,7 +73,9 @@ def compiled(sizes: Sequence[int]) -> str:
     fast, rows = torch.compile(bfgs_update_), [["BFGS update, d", "eager", "compiled"]]
     for d in sizes:
         H, s = _inverse(d), torch.randn(d)
-        rows.append([str(d), *(f"{_ms(partial(update, H, s, 0.7 * s)):.2f}" for update in (bfgs_update_, fast))])
+        rows.append(
+            [str(d), *(f"{milliseconds(partial(update, H, s, 0.7 * s)):.2f}" for update in (bfgs_update_, fast))]
+        )
     return markdown(rows)
 
 
@@ -81,7 +83,8 @@ def _inverse(d: int) -> Tensor:
     return 2.0 * torch.eye(d)
 
 
-def _ms(run: Callable[[], object], times: int = 15) -> float:
+def milliseconds(run: Callable[[], object], times: int = 15) -> float:
+    """Time of a run, the median of some."""
     seconds = []
     for _ in range(times + 2):  # two to warm up
         start = time.process_time()

@@ -28,6 +28,8 @@ _WEIGHT_GRAD: dict[int, Callable[..., Tensor]] = {
     2: conv_grad.conv2d_weight,
     3: conv_grad.conv3d_weight,
 }
+# A needs no care where its patches fit in a CPU's cache (2 MiB in float32): the other ways take more calls.
+_FEW_NUMBERS = 2**19
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,10 @@ class ConvGeometry(LayerGeometry):
     def gram(self, x: Tensor) -> Tensor:  # noqa: D102
         num_data, inner = x.shape[0], self.d_in - self.has_bias
         padded, padding = self._prepare(x)
+        num_locations = torch.Size(self._locations(padded, padding)).numel()
+        if num_data * num_locations * self.groups * self.d_in <= _FEW_NUMBERS:
+            a = rearrange(self.patches(x), "n t ... d -> ... (n t) d")
+            return (a.mT @ a).div_(num_data)
         A = x.new_empty(self.groups, self.d_in, self.d_in)
         block = A[:, :inner, :inner]
         if self._correlations_pay():
@@ -166,14 +172,13 @@ class ConvGeometry(LayerGeometry):
         else:
             line_gram(padded, self.kernel_size, self.stride, self.dilation, padding, self.groups, out=block)
         if self.has_bias:
-            num_locations = torch.Size(self._locations(padded, padding)).numel()
             A[:, inner] = A[:, :, inner] = num_data * num_locations * self.mean_patch(x).reshape(self.groups, -1)
         return self._block_view(A.div_(num_data))
 
     def _correlations_pay(self) -> bool:
         """Whether A costs less by correlations, which are fewer but smaller products than those of lines.
 
-        Measured on a CPU for 3×3: alike at 64 channels a group, 1.4 times less at 128, 1.9 times more at 16.
+        On a CPU they are alike at 64 channels a group and a 3×3 kernel (``python -m benchmarks.ways``).
         """
         large = self._per_group * self.kernel_size[-1] > 192
         return large and max(self.kernel_size) > 1 and set(self.stride) == {1}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import clock, compare, memory, profile, rounding, scaling, tried
+from benchmarks import clock, compare, memory, profile, rounding, scaling, tried, ways
 from benchmarks.contenders import CONTENDERS, every, every_two
 from benchmarks.problems import PROBLEMS, QUICK, set_up
 from benchmarks.report import render
@@ -170,4 +170,12 @@ def test_what_was_tried(capsys: pytest.CaptureFixture) -> None:
     tried.main(["--quick"])
     rows = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if line[:3] in ("| 6", "| 1")]
     assert [row[0].strip() for row in rows] == ["64×577", "10 of 16×145"]
+    assert all(float(cell) > 0 for row in rows for cell in row[1:])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_ways_to_products(capsys: pytest.CaptureFixture) -> None:
+    ways.main(["--batch", "2"])
+    rows = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if "×" in line]
+    assert len(rows) == len(ways.SIZES)
     assert all(float(cell) > 0 for row in rows for cell in row[1:])

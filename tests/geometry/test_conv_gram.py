@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfqn_ext.geometry import ConvGeometry, conv_lines, geometry_of
+from kfqn_ext.geometry import ConvGeometry, conv, conv_lines, geometry_of
 from kfqn_ext.geometry.conv_gram import correlation_gram
 from kfqn_ext.geometry.conv_lines import line_gram
 from tests import reference as ref
@@ -107,8 +107,16 @@ SWITCH: list[tuple[int, Any, dict[str, Any], bool]] = [
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(("channels", "kernel", "options", "pays"), SWITCH)
 def test_gram_on_both_sides_of_the_switch(
-    channels: int, kernel: Any, options: dict[str, Any], pays: bool, groups: int, mode: str, bias: bool
+    channels: int,
+    kernel: Any,
+    options: dict[str, Any],
+    pays: bool,
+    groups: int,
+    mode: str,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(conv, "_FEW_NUMBERS", 0)
     i = groups * channels
     layer = CONVS[len(kernel)](i, 2, kernel, **options, groups=groups, padding_mode=mode, bias=bias, dtype=F64)
     x = torch.randn(3, i, *(6, 5, 7)[: len(kernel)], dtype=F64)
@@ -156,7 +164,20 @@ def test_lines_are_let_go_and_hold_a_few_data(
         return R
 
     monkeypatch.setattr(conv_lines, "_unfolded", counted)
+    monkeypatch.setattr(conv, "_FEW_NUMBERS", 0)
     budget = 2 * lines * 4 * 3 * 12
     monkeypatch.setattr(conv_lines, "_LINE_BUDGET", budget)
     assert_close(geometry(layer).gram(x), explicit_gram(layer, x), 1e-12)
     assert max(at_once) == 2 and budget / 2 < max(sizes) <= budget
+
+
+@pytest.mark.parametrize("data", [4, 5])
+def test_patches_are_written_out_where_they_are_few(data: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = CONVS[2](4, 6, 3, padding=1, groups=2, dtype=F64)
+    x = torch.randn(data, 4, 6, 5, dtype=F64)
+    monkeypatch.setattr(conv, "_FEW_NUMBERS", 4 * 6 * 5 * 2 * (2 * 9 + 1))
+    written = []
+    patches = ConvGeometry.patches
+    monkeypatch.setattr(ConvGeometry, "patches", lambda self, x: written.append(len(x)) or patches(self, x))
+    assert_close(geometry(layer).gram(x), explicit_gram(layer, x), 1e-12)
+    assert written == ([4] if data == 4 else [])

@@ -1,0 +1,65 @@
+"""Ways to A and to A s of a convolution: ``python -m benchmarks.ways``.
+
+The usual one, by patches that ``F.unfold`` writes out, beside those among which ``kfqn_ext.geometry`` chooses by the
+layer's shape. 3×3 kernels, 128 images. Milliseconds of process time, medians, one thread.
+"""
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import options
+from benchmarks.report import markdown
+from benchmarks.tried import milliseconds
+from kfqn_ext.geometry import ConvGeometry, geometry_of
+from kfqn_ext.geometry.conv_gram import correlation_gram
+from kfqn_ext.geometry.conv_lines import line_gram
+
+SIZES = ((1, 28), (3, 32), (16, 32), (32, 16), (64, 8), (128, 16), (256, 8))  # channels, height and width
+_HEAD = ["channels of", "A: patches", "lines", "correlations", "A s: patches", "convolution", "shifts"]
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", type=Path, help="put the table between the marks of this page")
+    parser.add_argument("--batch", type=int, default=128)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    options.show(args.docs, "ways", markdown([_HEAD, *(_row(args.batch, *size) for size in SIZES)]))
+
+
+def _row(batch: int, channels: int, size: int) -> list[str]:
+    geometry = cast(ConvGeometry, geometry_of(nn.Conv2d(channels, channels, 3, padding=1, bias=False)))
+    x, s = torch.randn(batch, channels, size, size), torch.randn(1, geometry.d_in, 1)
+    A, one, none = torch.empty(1, geometry.d_in, geometry.d_in), (1, 1), torch.zeros(1, 1)
+    runs = [
+        partial(_gram_of_patches, x),
+        partial(line_gram, x, (3, 3), one, one, one, 1, A),
+        partial(correlation_gram, x, (3, 3), one, one, 1, A),
+        partial(_product_of_patches, x, s[0]),
+        partial(geometry._convolved_product, x, one, s, none),
+        partial(geometry._shifted_product, x, one, s, none),
+    ]
+    return [f"{channels} of {size}×{size}", *(f"{milliseconds(run):.2f}" for run in runs)]
+
+
+def _gram_of_patches(x: Tensor) -> Tensor:
+    a = F.unfold(x, 3, padding=1).transpose(0, 1).flatten(1)
+    return a @ a.T
+
+
+def _product_of_patches(x: Tensor, s: Tensor) -> Tensor:
+    a = F.unfold(x, 3, padding=1)
+    return (a @ (a.mT @ s)).sum(0)
+
+
+if __name__ == "__main__":
+    main()
