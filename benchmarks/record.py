@@ -15,7 +15,7 @@ from benchmarks.clock import prepare
 
 RECORDED = Path(__file__).with_name("recorded.json")
 TOLERANCE = 0.15
-_WATCHED = ("kbfgs", "kbfgs-bf16")
+_WATCHED = ("kbfgs", "kbfgs-bf16", "kfac-bf16")
 _WATCHED_QUANTITIES = ("KBFGSQuantities(probe=…)",)
 
 
