@@ -1,5 +1,7 @@
 """What holds for every test: a fixed seed, few threads, and GPU tests only where there is a GPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -16,6 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed() -> Iterator[None]:
     """Make each test independent of which tests ran before it."""
     torch.manual_seed(0)
+    yield
+    torch.set_flush_denormal(False)  # as a program sets that ran in this process

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from examples.paper import records
 from examples.paper.cli import COMMANDS, main
@@ -67,3 +68,35 @@ def test_tensorboard_is_imported_only_when_asked_for(tmp_path: Path, monkeypatch
     main([*run, "--out", str(tmp_path / "log.jsonl")])
     with pytest.raises(SystemExit, match="pip install tensorboard"):
         main([*run, "--out", str(tmp_path / "log.jsonl"), "--tensorboard", str(tmp_path)])
+
+
+def test_run_takes_subnormal_numbers_for_zero(tmp_path: Path) -> None:
+    tiny = torch.full((8,), torch.finfo(torch.float32).tiny)
+    assert (tiny / 2 > 0).all()
+    command = [
+        "run",
+        "--problem",
+        "digits",
+        "--method",
+        "adam",
+        "--lr",
+        "1e-4",
+        "--damping",
+        "1e-4",
+        "--max-steps",
+        "1",
+    ]
+    main([*command, "--threads", "1", "--out", str(tmp_path / "log.jsonl")])
+    assert (tiny / 2 == 0).all()
+
+
+def test_so_does_every_thread_that_torch_starts() -> None:
+    program = """
+import torch
+from examples.paper import environment
+environment.prepare(2)
+assert torch.get_num_threads() == 2
+x = torch.full((2**22,), torch.finfo(torch.float32).tiny)
+assert (x / 2).count_nonzero() == 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

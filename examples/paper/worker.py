@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from examples.paper import records
+from examples.paper import environment, records
 from examples.paper.cell import Cell
 from examples.paper.problems import PROBLEMS
 from examples.paper.results import RESULTS, finished_keys, to_line
@@ -64,7 +64,7 @@ class Reporter:
 
 def work(job: Job) -> None:
     """Run the cell from its last checkpoint on, and append its result; nothing if it has one already."""
-    torch.set_num_threads(job.threads)
+    environment.prepare(job.threads)
     cell, directory, log = Cell(**job.cell), Path(job.directory), job.log()
     log.parent.mkdir(parents=True, exist_ok=True)
     # A worker whose job list was killed may still be at this cell, for a moment.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import clock, compare, memory, profile, rounding, scaling, tried, ways
+from benchmarks import clock, compare, floors, memory, profile, rounding, scaling, tried, ways
 from benchmarks.contenders import CONTENDERS, every, every_two
 from benchmarks.problems import PROBLEMS, QUICK, set_up
 from benchmarks.report import render
@@ -179,3 +179,23 @@ def test_ways_to_products(capsys: pytest.CaptureFixture) -> None:
     rows = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if "×" in line]
     assert len(rows) == len(ways.SIZES)
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_floors(capsys: pytest.CaptureFixture) -> None:
+    floors.main(["--quick", "--device", "cpu", "--turns", "2"])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if ": " in line]
+    assert [row[0] for row in rows] == [floor.row for floor in floors.FLOORS]
+    for row in rows:
+        least, measured = map(float, row[-2:])
+        assert 1 < least < measured
+
+
+def test_floors_do_what_has_to_be_done() -> None:
+    setup = set_up(QUICK["autoencoder"], CPU)
+    weights = [p for p in setup.model.parameters() if p.ndim == 2]
+    before = [p.detach().clone() for p in setup.model.parameters()]
+    directions = floors._directions(torch.bfloat16, setup)()
+    assert [p.shape for p in directions] == [(w.shape[0], w.shape[1] + 1) for w in weights]
+    floors._learning(0.25, setup)()
+    assert all(p.grad is None and torch.equal(p, old) for p, old in zip(setup.model.parameters(), before, strict=True))

@@ -54,8 +54,7 @@ class CostsRun:
     """Threads of torch; 0 for its own choice."""
 
     def main(self) -> None:
-        if self.threads:
-            torch.set_num_threads(self.threads)
+        environment.prepare(self.threads)
         name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         jobs = [(w, method, p) for w, p in self._workloads() for method in self.methods]
         if not jobs:

@@ -58,8 +58,7 @@ class Recorded:
     """File of JSON lines. Lines are added, runs that it has are not made again."""
 
     def main(self) -> None:
-        if self.threads:
-            torch.set_num_threads(self.threads)
+        environment.prepare(self.threads)
         name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         images = mnist_vectors(self.data_root, self.download).train.x.to(name)
         done = {(record["seed"], record["targets"]) for record in records.read(self.out)}

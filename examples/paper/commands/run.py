@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 
+from examples.paper import environment
 from examples.paper.cell import Cell, Frequency
 from examples.paper.commands.budget import Budget
 from examples.paper.commands.machine import Machine
@@ -73,7 +73,7 @@ class Run:
         except (KeyError, ValueError) as error:
             raise SystemExit(error.args[0]) from None
         data = self.machine.load(cell.problem)
-        torch.set_num_threads(self.machine.threads_for(1))
+        environment.prepare(self.machine.threads_for(1))
         with Bar(cell) as bar:
             lines = run_cell(
                 cell,

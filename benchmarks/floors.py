@@ -1,0 +1,187 @@
+"""What cannot be left out, alone, where a step misses its target: ``python -m benchmarks.floors``.
+
+Each floor is 1 plus the time of bare torch operations that any implementation has to do beside the gradient, in units
+of what the target is in: SGD-m's step, or a forward-backward pass. Interleaved in one process, medians, one thread.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks import clock, options
+from benchmarks.clock import Run
+from benchmarks.contenders import CONTENDERS
+from benchmarks.extraction import EXTRACTIONS, PLAIN
+from benchmarks.problems import PROBLEMS, QUICK, Setup, set_up
+from benchmarks.report import markdown
+from examples.paper.costs.workload import layer_sizes
+from kfqn_ext import extend
+from kfqn_ext.extensions import input_gradients_only
+from kfqn_ext.geometry import geometry_of
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a row of the table is made of.
+
+    Attributes:
+        row: The row that it is a floor of.
+        problem: Where.
+        base: What 1 is.
+        done: What has to be done besides, in words.
+        build: Makes that.
+        ours: Makes what is measured, and what runs before it, untimed.
+    """
+
+    row: str
+    problem: str
+    base: str
+    done: str
+    build: Callable[[Setup], Run]
+    ours: Callable[[Setup], tuple[Run, Run]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = options.parser(__doc__)
+    parser.add_argument("--docs", type=Path, help="put the table between the marks of this page")
+    args = parser.parse_args(arguments)
+    device = clock.prepare(args.device)
+    rows = [["of", "is 1", "besides", "floor", "measured"]]
+    for problem in args.problem:
+        make = partial(set_up, (QUICK if args.quick else PROBLEMS)[problem], device)
+        rows += _rows([floor for floor in FLOORS if floor.problem == problem], make, args.turns, device)
+    options.show(args.docs, "floors", markdown(rows))
+
+
+def _rows(floors: list[Floor], make: Callable[[], Setup], turns: int, device: torch.device) -> list[list[str]]:
+    runs = {name: build(make()) for name, build in BASES.items()}
+    before, step = dict(runs), runs[SGD]
+    for floor in floors:
+        bare = runs[_bare(floor)] = floor.build(make())
+        # As in a training step: all that it reads was last used one step ago.
+        before[_bare(floor)] = lambda bare=bare: (bare(), step())
+        before[floor.row], runs[floor.row] = floor.ours(make())
+    times = clock.interleave(runs, SGD, turns, device, before)
+    rows = []
+    for floor in floors:
+        least, ours = (times.median(name) / times.median(floor.base) for name in (_bare(floor), floor.row))
+        rows.append([floor.row, floor.base, floor.done, f"{1 + least:.2f}", f"{ours:.2f}"])
+    return rows
+
+
+def _bare(floor: Floor) -> str:
+    return f"floor of {floor.row}"
+
+
+def _step(contender: str, kind: str, setup: Setup) -> tuple[Run, Run]:
+    steps = CONTENDERS[contender].build(setup).steps
+    return steps["ordinary"], steps[kind]
+
+
+def _extraction(setup: Setup) -> tuple[Run, Run]:
+    run = EXTRACTIONS["KBFGSQuantities(probe=…)"](setup)
+    return run, run
+
+
+def _directions(dtype: torch.dtype, setup: Setup) -> Run:
+    """M H_A and H_G (M H_A) of all layers, as M comes and as a parameter takes them."""
+    sizes = layer_sizes(setup.model, setup.x)
+    layers = [(torch.randn(s.I, s.J), torch.randn(s.J, s.J).to(dtype), torch.randn(s.I, s.I).to(dtype)) for s in sizes]
+    return lambda: [(H_G @ (M.to(dtype) @ H_A)).float() for M, H_A, H_G in layers]
+
+
+def _learning(share: float, setup: Setup) -> Run:
+    """The second pass of a part, a product with H_A and H_G and a rank-2 update of both, and the directions."""
+    direct = _directions(torch.bfloat16, setup)
+    model, batch = extend(setup.model), setup.batch.part(share)
+    sides = [d for s in layer_sizes(model, setup.x) for d in (s.I, s.J)]
+    inverses = [(torch.eye(d), torch.randn(d), torch.randn(d, 2) / d) for d in sides]
+
+    def run() -> None:
+        with input_gradients_only(model):
+            batch()
+        for H, y, factors in inverses:
+            torch.mv(H, y)
+            H.addmm_(factors, factors.T)
+            H.bfloat16()
+        direct()
+
+    return run
+
+
+def _forward(setup: Setup) -> Run:
+    """A forward pass of the whole minibatch."""
+    return torch.no_grad()(lambda: setup.model(setup.x))
+
+
+def _reading(setup: Setup) -> Run:
+    """Three reads of each layer's input (ā, and A s with an s that depends on it) and two of its output gradient."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    handles = [
+        module.register_forward_hook(lambda module, args, output: seen.append((args[0].detach(), output.detach())))
+        for module in setup.model.modules()
+        if geometry_of(module) is not None
+    ]
+    with torch.no_grad():
+        setup.model(setup.x)
+    for handle in handles:
+        handle.remove()
+    return lambda: [(x.sum(), x.sum(), x.sum(), g.sum(), g.sum()) for x, g in seen]
+
+
+SGD = "SGD-m's step"
+BASES: dict[str, Callable[[Setup], Run]] = {
+    SGD: lambda setup: CONTENDERS["sgdm"].build(setup).steps["ordinary"],
+    PLAIN: EXTRACTIONS[PLAIN],
+}
+FLOORS = [
+    Floor(
+        "ResNet32: K-BFGS, T = 1, bfloat16",
+        "resnet32",
+        SGD,
+        "a forward pass, for the classifier's pair",
+        _forward,
+        partial(_step, "kbfgs-bf16", "due"),
+    ),
+    Floor("ResNet32: extraction", "resnet32", PLAIN, "reading inputs and output gradients", _reading, _extraction),
+    Floor(
+        "VGG16: K-BFGS, T = 1, bfloat16",
+        "vgg16",
+        SGD,
+        "a forward pass, for the classifier's pair",
+        _forward,
+        partial(_step, "kbfgs-bf16", "due"),
+    ),
+    Floor(
+        "MNIST autoencoder: K-BFGS, a step that is not due",
+        "autoencoder",
+        SGD,
+        "products with H_A and H_G",
+        partial(_directions, torch.float32),
+        partial(_step, "kbfgs", "ordinary"),
+    ),
+    Floor(
+        "MNIST autoencoder: the same, bfloat16",
+        "autoencoder",
+        SGD,
+        "the products, casts of M and p",
+        partial(_directions, torch.bfloat16),
+        partial(_step, "kbfgs-bf16", "ordinary"),
+    ),
+    Floor(
+        "MNIST autoencoder: K-BFGS, T = 1, bfloat16, curvature from a quarter",
+        "autoencoder",
+        SGD,
+        "these, a second pass, H y, rank-2 updates, casts of H",
+        partial(_learning, 0.25),
+        partial(_step, "kbfgs-bf16-quarter", "due"),
+    ),
+]
+
+
+if __name__ == "__main__":
+    main()
