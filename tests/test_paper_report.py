@@ -10,7 +10,7 @@ import pytest
 from examples.paper import records
 from examples.paper.cli import main
 from examples.paper.defaults import paper_cell
-from examples.paper.page import describe
+from examples.paper.page import describe, provenance
 from examples.paper.results import RESULTS, found, load, to_line
 from examples.paper.summary import main_table, mean_and_error, mean_curve, remarks, to_reach
 from examples.paper.tables import TABLES, cells_of
@@ -113,6 +113,16 @@ def test_time_is_the_process_s_own_where_that_is_one_thread_of_a_cpu(
     records.append(tmp_path / RESULTS, to_line([header | {"environment": ENVIRONMENT | environment}, *rest]))
     (result,) = load([tmp_path])
     assert result.epochs["seconds"].iloc[-1] == seconds and result.end["seconds"] == seconds / 2
+
+
+def test_a_run_that_was_continued_in_two_threads_tells_the_wall_clock_s_time(tmp_path: Path) -> None:
+    run = lines(paper_cell("mnist", "adam", epochs=1), [500.0, 60.0])
+    run[0]["resumed"] = [{"command": "", "started": "", "environment": ENVIRONMENT | {"threads": n}} for n in (1, 2)]
+    records.append(tmp_path / RESULTS, to_line(run))
+    (result,) = load([tmp_path])
+    assert result.epochs["seconds"].tolist() == [0.0, 6.0]
+    text = provenance([result])
+    assert "threads: 1" in text and "threads: 2" in text and "the wall clock's" in text and "process" not in text
 
 
 def test_curves_stop_where_a_seed_stops(tmp_path: Path) -> None:

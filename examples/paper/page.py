@@ -9,7 +9,7 @@ import pandas as pd
 
 from examples.paper import figures, paper_values, records, summary
 from examples.paper.problems import PROBLEMS
-from examples.paper.results import Result, load, time_column
+from examples.paper.results import Result, environments, load, time_column
 from examples.paper.tables import TABLES
 
 TABLE_FILE = "table.json"
@@ -89,7 +89,7 @@ def provenance(results: Sequence[Result]) -> str:
     headers = [r.header for r in results]
     lines = [f"* command: `{command}`" for command in _unique(h["command"] for h in headers)]
     lines += [f"* seeds: {', '.join(_unique(str(r.cell.seed) for r in results))}"]
-    for environment in _unique(json.dumps(h["environment"], sort_keys=True) for h in headers):
+    for environment in _unique(json.dumps(e, sort_keys=True) for h in headers for e in environments(h)):
         lines.append(f"* {machine(json.loads(environment))}")
     clocks = {"cpu_seconds": "the process's own, of one thread", "seconds": "the wall clock's"}
     lines.append(f"* seconds of training are {' or '.join(_unique(clocks[time_column(h)] for h in headers))}")

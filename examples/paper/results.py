@@ -87,14 +87,19 @@ def load(paths: Iterable[Path]) -> list[Result]:
     return list(results.values())
 
 
+def environments(header: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run depended on: where it was begun, and where it was continued."""
+    return [part["environment"] for part in (header, *header.get("resumed", ()))]
+
+
 def time_column(header: dict[str, Any]) -> str:
     """The column of a log that tells the time of training.
 
     A run in one thread of a CPU tells its process's time, in which what others do on the machine counts little; any
-    other the wall clock's.
+    other, one that was continued in more threads among them, the wall clock's.
     """
-    environment = header["environment"]
-    return "cpu_seconds" if environment["device"] == "CPU" and environment["threads"] == 1 else "seconds"
+    of_process = all(e["device"] == "CPU" and e["threads"] == 1 for e in environments(header))
+    return "cpu_seconds" if of_process else "seconds"
 
 
 def _result(line: dict[str, Any]) -> Result:
