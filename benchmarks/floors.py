@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import clock, options
 from benchmarks.clock import Run
@@ -21,7 +21,7 @@ from benchmarks.report import markdown
 from examples.paper.costs.workload import layer_sizes
 from kfqn_ext import extend
 from kfqn_ext.extensions import input_gradients_only
-from kfqn_ext.geometry import geometry_of
+from kfqn_ext.geometry import LayerGeometry, geometry_of
 
 
 @dataclass(frozen=True)
@@ -120,17 +120,39 @@ def _forward(setup: Setup) -> Run:
 
 def _reading(setup: Setup) -> Run:
     """Three reads of each layer's input (ā, and A s with an s that depends on it) and two of its output gradient."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    handles = [
-        module.register_forward_hook(lambda module, args, output: seen.append((args[0].detach(), output.detach())))
-        for module in setup.model.modules()
-        if geometry_of(module) is not None
-    ]
+    seen = _seen(setup)
+    return lambda: [(x.sum(), x.sum(), x.sum(), g.sum(), g.sum()) for _, x, g in seen]
+
+
+def _measuring(setup: Setup) -> Run:
+    """ā, A ā, Σ ∂h and its noise, each the cheapest way there is, without hooks and without h̄."""
+    seen = _seen(setup)
+
+    def run() -> None:
+        for geometry, x, g in seen:
+            geometry.gram_product(x, geometry.mean_patch(x).unsqueeze(-1))
+            geometry.sum_outputs(g)
+            geometry.bound_sum_abs(g)
+
+    return torch.no_grad()(run)
+
+
+def _seen(setup: Setup) -> list[tuple[LayerGeometry, Tensor, Tensor]]:
+    """Each layer's input, and its output in place of the output's gradient."""
+    seen: list[tuple[LayerGeometry, Tensor, Tensor]] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        geometry = geometry_of(module)
+        assert geometry is not None
+        seen.append((geometry, args[0].detach(), output.detach()))
+
+    layers = [module for module in setup.model.modules() if geometry_of(module) is not None]
+    handles = [layer.register_forward_hook(note) for layer in layers]
     with torch.no_grad():
         setup.model(setup.x)
     for handle in handles:
         handle.remove()
-    return lambda: [(x.sum(), x.sum(), x.sum(), g.sum(), g.sum()) for x, g in seen]
+    return seen
 
 
 SGD = "SGD-m's step"
@@ -148,6 +170,7 @@ FLOORS = [
         partial(_step, "kbfgs-bf16", "due"),
     ),
     Floor("ResNet32: extraction", "resnet32", PLAIN, "reading inputs and output gradients", _reading, _extraction),
+    Floor("ResNet32: the same", "resnet32", PLAIN, "ā, A s, Σ ∂h and its noise, bare", _measuring, _extraction),
     Floor(
         "VGG16: K-BFGS, T = 1, bfloat16",
         "vgg16",
