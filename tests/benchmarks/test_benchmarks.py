@@ -199,3 +199,17 @@ def test_floors_do_what_has_to_be_done() -> None:
     assert [p.shape for p in directions] == [(w.shape[0], w.shape[1] + 1) for w in weights]
     floors._learning(0.25, setup)()
     assert all(p.grad is None and torch.equal(p, old) for p, old in zip(setup.model.parameters(), before, strict=True))
+
+
+def test_the_page_s_targets_are_those_of_the_logs_beside_it() -> None:
+    logs = {path.stem: json.loads(path.read_text())["problems"] for path in (ROOT / "docs/performance").glob("*.json")}
+    again = logs["again-resnet32"] | logs["again-vgg16"]
+    text = (ROOT / "docs/performance.md").read_text()
+    table = text.partition("<!-- again -->")[2].partition("<!-- end of again -->")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if "≤" in line]
+    targets = {target.what: target for target in TARGETS}
+    assert len(rows) == 8
+    for what, limit, whole, few in rows:
+        target = targets[what]
+        values = (target.limit, target.value(logs["bench"][target.problem]), target.value(again[target.problem]))
+        assert [limit, whole, few] == [f"≤ {values[0]:.2f}", f"{values[1]:.2f}", f"{values[2]:.2f}"]
