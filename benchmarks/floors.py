@@ -1,7 +1,8 @@
 """What cannot be left out, alone, where a step misses its target: ``python -m benchmarks.floors``.
 
-Each floor is 1 plus the time of bare torch operations that any implementation has to do beside the gradient, in units
-of what the target is in: SGD-m's step, or a forward-backward pass. Interleaved in one process, medians, one thread.
+Each floor is 1 plus the time of bare operations that have to be done beside the gradient, by the cheapest ways known
+here, in units of what the target is in: SGD-m's step, or a forward-backward pass. Interleaved in one process, medians,
+one thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,8 +90,9 @@ def _extraction(setup: Setup) -> tuple[Run, Run]:
 
 def _directions(dtype: torch.dtype, setup: Setup) -> Run:
     """M H_A and H_G (M H_A) of all layers, as M comes and as a parameter takes them."""
+    random = partial(torch.randn, device=setup.x.device)
     sizes = layer_sizes(setup.model, setup.x)
-    layers = [(torch.randn(s.I, s.J), torch.randn(s.J, s.J).to(dtype), torch.randn(s.I, s.I).to(dtype)) for s in sizes]
+    layers = [(random(s.I, s.J), random(s.J, s.J).to(dtype), random(s.I, s.I).to(dtype)) for s in sizes]
     return lambda: [(H_G @ (M.to(dtype) @ H_A)).float() for M, H_A, H_G in layers]
 
 
@@ -99,7 +101,8 @@ def _learning(share: float, setup: Setup) -> Run:
     direct = _directions(torch.bfloat16, setup)
     model, batch = extend(setup.model), setup.batch.part(share)
     sides = [d for s in layer_sizes(model, setup.x) for d in (s.I, s.J)]
-    inverses = [(torch.eye(d), torch.randn(d), torch.randn(d, 2) / d) for d in sides]
+    random = partial(torch.randn, device=setup.x.device)
+    inverses = [(torch.eye(d, device=setup.x.device), random(d), random(d, 2) / d) for d in sides]
 
     def run() -> None:
         with input_gradients_only(model):
@@ -160,49 +163,30 @@ BASES: dict[str, Callable[[Setup], Run]] = {
     SGD: lambda setup: CONTENDERS["sgdm"].build(setup).steps["ordinary"],
     PLAIN: EXTRACTIONS[PLAIN],
 }
+_PAIR = "a forward pass, for the classifier's pair"
+_PRODUCTS, _ROUNDED = (partial(_directions, dtype) for dtype in (torch.float32, torch.bfloat16))
+_LEARNING = "these, a second pass, H y, rank-2 updates, casts of H"
+_QUARTER = "MNIST autoencoder: K-BFGS, T = 1, bfloat16, curvature from a quarter"
+
+
+def _of_step(row: str, problem: str, done: str, build: Callable[[Setup], Run], contender: str, kind: str) -> Floor:
+    return Floor(row, problem, SGD, done, build, partial(_step, contender, kind))
+
+
 FLOORS = [
-    Floor(
-        "ResNet32: K-BFGS, T = 1, bfloat16",
-        "resnet32",
-        SGD,
-        "a forward pass, for the classifier's pair",
-        _forward,
-        partial(_step, "kbfgs-bf16", "due"),
-    ),
+    _of_step("ResNet32: K-BFGS, T = 1, bfloat16", "resnet32", _PAIR, _forward, "kbfgs-bf16", "due"),
     Floor("ResNet32: extraction", "resnet32", PLAIN, "reading inputs and output gradients", _reading, _extraction),
     Floor("ResNet32: the same", "resnet32", PLAIN, "ā, A s, Σ ∂h and its noise, bare", _measuring, _extraction),
-    Floor(
-        "VGG16: K-BFGS, T = 1, bfloat16",
-        "vgg16",
-        SGD,
-        "a forward pass, for the classifier's pair",
-        _forward,
-        partial(_step, "kbfgs-bf16", "due"),
-    ),
-    Floor(
+    _of_step("VGG16: K-BFGS, T = 1, bfloat16", "vgg16", _PAIR, _forward, "kbfgs-bf16", "due"),
+    _of_step(
         "MNIST autoencoder: K-BFGS, a step that is not due",
-        "autoencoder",
-        SGD,
-        "products with H_A and H_G",
-        partial(_directions, torch.float32),
-        partial(_step, "kbfgs", "ordinary"),
+        *("autoencoder", "products with H_A and H_G", _PRODUCTS, "kbfgs", "ordinary"),
     ),
-    Floor(
+    _of_step(
         "MNIST autoencoder: the same, bfloat16",
-        "autoencoder",
-        SGD,
-        "the products, casts of M and p",
-        partial(_directions, torch.bfloat16),
-        partial(_step, "kbfgs-bf16", "ordinary"),
+        *("autoencoder", "the products, casts of M and p", _ROUNDED, "kbfgs-bf16", "ordinary"),
     ),
-    Floor(
-        "MNIST autoencoder: K-BFGS, T = 1, bfloat16, curvature from a quarter",
-        "autoencoder",
-        SGD,
-        "these, a second pass, H y, rank-2 updates, casts of H",
-        partial(_learning, 0.25),
-        partial(_step, "kbfgs-bf16-quarter", "due"),
-    ),
+    _of_step(_QUARTER, "autoencoder", _LEARNING, partial(_learning, 0.25), "kbfgs-bf16-quarter", "due"),
 ]
 
 

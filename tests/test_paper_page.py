@@ -36,3 +36,20 @@ def test_every_finished_run_tells_its_machine_and_command() -> None:
     for result in results:
         assert result.header["command"].startswith("python -m examples.paper ")
         assert {"torch", "kfqn-ext"} <= result.header["environment"]["versions"].keys()
+
+
+def test_what_is_said_of_adam_is_in_its_logs() -> None:
+    text = " ".join((DOCS / "results.md").read_text().split())
+    for name in ("adam", "adam-2020"):
+        (result,) = load([EXPERIMENTS / "long" / f"{name}.jsonl"])
+        losses = result.epochs.dropna(subset="train_loss").set_index("epoch")["train_loss"]
+        first = {
+            level: next((int(e) for e, loss in losses.items() if loss <= level), None) for level in (60, 56, 54, 52.76)
+        }
+        if name == "adam-2020":
+            assert f"passes 60 after {first[60]} epochs, 56 after {first[56]} and 54 after {first[54]}" in text
+            assert f"comes to {losses[first[52.76]]:.2f} after {first[52.76]}" in text
+        else:
+            assert f"60 takes {first[60]} epochs" in text and f"56 takes {first[56]} " in text
+            assert first[52.76] is None
+            assert f"is at {losses.iloc[-1]:.2f} after {int(losses.index[-1]):,}" in text

@@ -15,8 +15,8 @@ PACKAGES = ("torch", "backpack-for-pytorch", "torchvision", "numpy", "kfqn-ext")
 def prepare(threads: int) -> None:
     """Set what holds for the whole process: threads, and subnormal numbers taken for zero.
 
-    torch's Adam lets its averages decay without end where a unit has died. After a thousand epochs a CPU spends a
-    quarter of its time on numbers below 1e-38, and times of optimizers can't be compared.
+    torch's Adam lets its averages decay without end where a unit has died. In long runs a CPU then spends its time on
+    numbers below 1e-38, and times of optimizers can't be compared.
 
     Args:
         threads: Of torch; 0 for its own choice.

@@ -201,6 +201,12 @@ def test_floors_do_what_has_to_be_done() -> None:
     assert all(p.grad is None and torch.equal(p, old) for p, old in zip(setup.model.parameters(), before, strict=True))
 
 
+def test_floors_are_of_the_device_that_is_asked_for() -> None:
+    setup = set_up(QUICK["autoencoder"], torch.device("meta"))
+    assert {p.device.type for p in floors._directions(torch.bfloat16, setup)()} == {"meta"}
+    floors._learning(0.25, setup)()  # tensors of two devices would not multiply
+
+
 def test_the_page_s_targets_are_those_of_the_logs_beside_it() -> None:
     logs = {path.stem: json.loads(path.read_text())["problems"] for path in (ROOT / "docs/performance").glob("*.json")}
     again = logs["again-resnet32"] | logs["again-vgg16"]
