@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from examples.paper.costs.workload import layer_sizes
 from kfqn_ext import extend
 from kfqn_ext.extensions import input_gradients_only
 from kfqn_ext.geometry import LayerGeometry, geometry_of
+from kfqn_ext.geometry.layer_pass import part_size
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _directions(dtype: torch.dtype, setup: Setup) -> Run:
 
 
 def _learning(share: float, setup: Setup) -> Run:
-    """The second pass of a part, a product with H_A and H_G and a rank-2 update of both, and the directions."""
+    """The second pass of a part, two products with H_A and H_G and a rank-2 update of both, and the directions."""
     direct = _directions(torch.bfloat16, setup)
     model, batch = extend(setup.model), setup.batch.part(share)
     sides = [d for s in layer_sizes(model, setup.x) for d in (s.I, s.J)]
@@ -108,12 +110,35 @@ def _learning(share: float, setup: Setup) -> Run:
         with input_gradients_only(model):
             batch()
         for H, y, factors in inverses:
-            torch.mv(H, y)
+            torch.mv(H, torch.mv(H, y))
             H.addmm_(factors, factors.T)
             H.bfloat16()
         direct()
 
     return run
+
+
+def _learning_and_measuring(share: float, setup: Setup) -> Run:
+    """The same, and ā, h̄, Σ ∂h and its noise of a part in both passes, and A s in the first."""
+    learn, part = _learning(share, setup), part_size(len(setup.x), share)
+    seen = [(module, geometry, x[:part], g[:part]) for module, geometry, x, g in _seen(setup)]
+
+    @torch.no_grad()
+    def measure(is_first: bool) -> None:
+        for module, geometry, x, g in seen:
+            a_bar = _sums(geometry, x, g)
+            geometry.multiply(module.weight, module.bias, a_bar)
+            if is_first:
+                geometry.gram_product(x, a_bar.unsqueeze(-1))
+
+    return lambda: (measure(True), learn(), measure(False))
+
+
+def _sums(geometry: LayerGeometry, x: Tensor, g: Tensor) -> Tensor:
+    """ā, Σ ∂h and its noise, each the cheapest way there is; ā is returned."""
+    geometry.sum_outputs(g)
+    geometry.bound_sum_abs(g)
+    return geometry.mean_patch(x)
 
 
 def _forward(setup: Setup) -> Run:
@@ -124,30 +149,28 @@ def _forward(setup: Setup) -> Run:
 def _reading(setup: Setup) -> Run:
     """Three reads of each layer's input (ā, and A s with an s that depends on it) and two of its output gradient."""
     seen = _seen(setup)
-    return lambda: [(x.sum(), x.sum(), x.sum(), g.sum(), g.sum()) for _, x, g in seen]
+    return lambda: [(x.sum(), x.sum(), x.sum(), g.sum(), g.sum()) for *_, x, g in seen]
 
 
 def _measuring(setup: Setup) -> Run:
-    """ā, A ā, Σ ∂h and its noise, each the cheapest way there is, without hooks and without h̄."""
+    """ā, A ā, Σ ∂h and its noise, without hooks and without h̄."""
     seen = _seen(setup)
 
     def run() -> None:
-        for geometry, x, g in seen:
-            geometry.gram_product(x, geometry.mean_patch(x).unsqueeze(-1))
-            geometry.sum_outputs(g)
-            geometry.bound_sum_abs(g)
+        for _, geometry, x, g in seen:
+            geometry.gram_product(x, _sums(geometry, x, g).unsqueeze(-1))
 
     return torch.no_grad()(run)
 
 
-def _seen(setup: Setup) -> list[tuple[LayerGeometry, Tensor, Tensor]]:
+def _seen(setup: Setup) -> list[tuple[Any, LayerGeometry, Tensor, Tensor]]:
     """Each layer's input, and its output in place of the output's gradient."""
-    seen: list[tuple[LayerGeometry, Tensor, Tensor]] = []
+    seen: list[tuple[Any, LayerGeometry, Tensor, Tensor]] = []
 
     def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         geometry = geometry_of(module)
         assert geometry is not None
-        seen.append((geometry, args[0].detach(), output.detach()))
+        seen.append((module, geometry, args[0].detach(), output.detach()))
 
     layers = [module for module in setup.model.modules() if geometry_of(module) is not None]
     handles = [layer.register_forward_hook(note) for layer in layers]
@@ -165,7 +188,8 @@ BASES: dict[str, Callable[[Setup], Run]] = {
 }
 _PAIR = "a forward pass, for the classifier's pair"
 _PRODUCTS, _ROUNDED = (partial(_directions, dtype) for dtype in (torch.float32, torch.bfloat16))
-_LEARNING = "these, a second pass, H y, rank-2 updates, casts of H"
+_LEARNING = "these, a second pass, two H y, rank-2 updates, casts of H"
+_MEASURING = "these, and ā, A s, h̄, Σ ∂h and its noise, bare"
 _QUARTER = "MNIST autoencoder: K-BFGS, T = 1, bfloat16, curvature from a quarter"
 
 
@@ -187,6 +211,10 @@ FLOORS = [
         *("autoencoder", "the products, casts of M and p", _ROUNDED, "kbfgs-bf16", "ordinary"),
     ),
     _of_step(_QUARTER, "autoencoder", _LEARNING, partial(_learning, 0.25), "kbfgs-bf16-quarter", "due"),
+    _of_step(
+        "MNIST autoencoder: the same, with what is measured",
+        *("autoencoder", _MEASURING, partial(_learning_and_measuring, 0.25), "kbfgs-bf16-quarter", "due"),
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks import options
 from benchmarks.report import markdown
-from kfqn_ext.linalg import bfgs_update_
+from kfqn_ext.linalg import bfgs_update_, bfgs_update_each_
 
 PRODUCTS = ((512, 4609), (512, 2305), (784, 1001), (250, 501), (64, 577))
 EQUAL_LAYERS = ((9, 64, 577), (9, 32, 289), (10, 16, 145))  # of a ResNet32: how many, d_out, d_in
@@ -51,8 +51,8 @@ def products(shapes: Sequence[tuple[int, int]]) -> str:
 
 
 def batched(shapes: Sequence[tuple[int, int, int]]) -> str:
-    """Directions and updates of equal layers, one by one and in one batched call."""
-    head = ["layers", "directions one by one", "batched", "updates one by one", "batched"]
+    """Directions and updates of equal layers: one by one, in one batched call, and (updates) as it is done."""
+    head = ["layers", "directions one by one", "batched", "updates one by one", "vectors together", "batched"]
     return markdown([head, *(_equal_layers(*shape) for shape in shapes)])
 
 
@@ -63,6 +63,7 @@ def _equal_layers(count: int, d_out: int, d_in: int) -> list[str]:
         lambda: [m @ h for m, h in zip(M, H, strict=True)],
         lambda: M @ H,
         lambda: [bfgs_update_(h, v, 0.7 * v) for h, v in zip(H, s, strict=True)],
+        lambda: bfgs_update_each_(H.unbind(), s, 0.7 * s),
         lambda: bfgs_update_(H, s, 0.7 * s),
     ]
     return [f"{count} of {d_out}×{d_in}", *(f"{milliseconds(run):.2f}" for run in runs)]

@@ -118,7 +118,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         if not _computes_gradient_of(weight):
             return
         x: Any = module.input0
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False), full_precision():
+        with torch.no_grad(), full_precision():
             self.saw_half |= g_out[0].dtype == torch.float16
             layer = LayerPass.of(
                 geometry, module, x, g_out[0], self.reduction, self._subsampling, self.loss_scale or 1.0

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.geometry import is_layer
+from kfqn_ext.linalg.precision import without_autocast
 
 _HANDLE = "_kfqn_hook"
 _DATA_PARALLEL = (
@@ -148,7 +149,7 @@ def _run_extensions(module: nn.Module, x: Tensor, g: Tensor) -> None:
     object.__setattr__(module, "input0", x)
     object.__setattr__(module, "output", g)
     try:
-        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+        with without_autocast():
             for ext in CTX.get_active_exts():
                 if ext.expects_backpropagation_quantities():
                     raise NotImplementedError(

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from kfqn_ext.errors import MissingQuantitiesError
@@ -46,9 +45,14 @@ class GramOperator:
         Raises:
             ValueError: If the shape of ``s`` does not fit.
         """
+        with full_precision():
+            return self.times(s)
+
+    def times(self, s: Tensor) -> Tensor:
+        """Multiply A with a vector or a matrix in the precision that is set; otherwise ``A @ s``."""
         blocks, d = self.geometry.blocks, self.geometry.d_in
         if s.shape == (*blocks, d):
-            return (self @ s.unsqueeze(-1)).squeeze(-1)
+            return self.times(s.unsqueeze(-1)).squeeze(-1)
         if s.shape[:-1] != (*blocks, d):
             raise ValueError(
                 f"A has shape {list(self.shape)}; it multiplies [{', '.join(map(str, (*blocks, d)))}] or "
@@ -56,8 +60,7 @@ class GramOperator:
             )
         total = sum(x.shape[0] for x in self.inputs)
         s = s.to(self.inputs[0].dtype)
-        with torch.autocast(s.device.type, enabled=False), full_precision():
-            products = [self.geometry.gram_product(x, s) * (x.shape[0] / total) for x in self.inputs]
+        products = [self.geometry.gram_product(x, s) * (x.shape[0] / total) for x in self.inputs]
         return sum(products[1:], start=products[0])
 
 
@@ -194,7 +197,7 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
             num_locations=layer.num_locations,
             operator=A if self.probe is None else None,
             s=s,
-            A_s=None if s is None else A @ s,
+            A_s=None if s is None else A.times(s),
         )
 
     def _mean_gradient(self, layer: LayerPass) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Dense mathematics of quasi-Newton matrices: torch in, torch out, batched over leading dimensions."""
 
-from kfqn_ext.linalg.bfgs import bfgs_update, bfgs_update_
+from kfqn_ext.linalg.bfgs import bfgs_update, bfgs_update_, bfgs_update_each_
 from kfqn_ext.linalg.compact import compact_matrix, compact_middle, compact_product, dense_from_pairs, push_pair
 from kfqn_ext.linalg.damping import double_damping_2020, powell_identity_lm, powell_lm
 from kfqn_ext.linalg.kronecker import damped_inverse, kronecker_product
@@ -10,6 +10,7 @@ from kfqn_ext.linalg.subnormal import flush_
 __all__ = [
     "bfgs_update",
     "bfgs_update_",
+    "bfgs_update_each_",
     "compact_matrix",
     "compact_middle",
     "compact_product",

@@ -28,9 +28,14 @@ def push_pair(pairs: Tensor, s: Tensor, y: Tensor, norm_H: Tensor) -> tuple[Tens
         The new [S; Y] and which pairs were kept, bool [*B].
     """
     s, y, kept = unit_pair(s, y, norm_H)
+    return push_unit_pair(pairs, s, y, kept), kept.squeeze(-1)
+
+
+def push_unit_pair(pairs: Tensor, s: Tensor, y: Tensor, kept: Tensor) -> Tensor:
+    """Append a pair that :func:`kfqn_ext.linalg.pairs.unit_pair` has rescaled, and drop the oldest one, where kept."""
     S, Y = pairs.chunk(2, dim=-2)
     pushed = torch.cat((S[..., 1:, :], s.unsqueeze(-2), Y[..., 1:, :], y.unsqueeze(-2)), dim=-2)
-    return torch.where(kept.unsqueeze(-1), pushed, pairs), kept.squeeze(-1)
+    return torch.where(kept.unsqueeze(-1), pushed, pairs)
 
 
 def compact_middle(pairs: Tensor, gamma: Tensor | float) -> Tensor:

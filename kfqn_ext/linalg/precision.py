@@ -1,17 +1,19 @@
 """float32 products in float32, whatever torch may make of a network's.
 
 ``torch.set_float32_matmul_precision("high")`` lets products of float32 matrices run in TF32, "medium" in bfloat16, and
-convolutions on GPUs run in TF32 unless they are told not to. A network trains as well. But a BFGS update whose rank-2
-term is rounded to 8 or 11 bits makes H indefinite, a rounded Gram matrix is no longer semidefinite, and Δh̄ is a small
-difference of large numbers.
+convolutions on GPUs run in TF32 unless they are told not to; ``torch.autocast`` rounds them too. A network trains as
+well. But a BFGS update whose rank-2 term is rounded to 8 or 11 bits makes H indefinite, a rounded Gram matrix is no
+longer semidefinite, and Δh̄ is a small difference of large numbers.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import backends
+
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 
 
 @contextmanager
@@ -19,15 +21,27 @@ def full_precision() -> Iterator[None]:
     """Compute products of float32 in float32: in the body, or in the function that is decorated.
 
     torch's switches are the process's: while the body runs, other threads' products are in full precision too.
+    ``torch.autocast`` is this thread's alone.
     """
     reduced = [(switch, value) for switch in _switches() if (value := switch.fp32_precision) not in ("ieee", "none")]
     try:
         for switch, _ in reduced:
             switch.fp32_precision = "ieee"
-        yield
+        with without_autocast():
+            yield
     finally:
         for switch, value in reduced:
             switch.fp32_precision = value
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Turn autocast off where it is on: torch's context costs more than to ask."""
+    with ExitStack() as stack:
+        for kind in _AUTOCAST:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _switches() -> tuple[Any, ...]:

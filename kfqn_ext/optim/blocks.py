@@ -1,5 +1,7 @@
 """The curvature of one layer's block, in its state: made once, learned from two passes, applied at every step."""
 
+from collections.abc import Hashable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -97,16 +99,31 @@ def _on_host(number: float) -> Tensor:
     return torch.tensor(float(number), dtype=torch.float32, device="cpu")
 
 
+def kin(layer: Layer) -> Hashable:
+    """What layers must have in common to :func:`learn` together: vectors that can stand beside each other."""
+    blocks = layer.geometry.blocks
+    return layer.weight.device, layer.weight.dtype, blocks and layer.geometry.matrix_shape
+
+
 @full_precision()
-def learn(layer: Layer, state: State, recipe: Recipe, damping: float, seen: Seen, decay: float = 0.9) -> None:
-    """Update both sides from the two passes over a minibatch."""
-    power = seen.first.power
+def learn(
+    layers: Sequence[Layer], states: Sequence[State], recipe: Recipe, damping: Sequence[float], seen: Seen
+) -> None:
+    """Update both sides of layers of one :func:`kin` from the two passes over a minibatch."""
+    pairs = []
+    for layer, state, value, first in zip(layers, states, damping, seen.first, strict=True):
+        _follow_power(state, first.power, seen.finite)
+        pairs.append(dampings(layer, state, recipe, value, first.num_locations))
+    damping_A, damping_G = (torch.stack(values) for values in zip(*pairs, strict=True))
+    recipe.input_side.learn(states, seen, damping_A)
+    recipe.output_side.learn(states, seen, damping_G)
+
+
+def _follow_power(state: State, power: Power | None, finite: Tensor, decay: float = 0.9) -> None:
+    """Move the averages of the factors' mean eigenvalues, where the split needs them."""
     if power is not None:
         for name, value in (("power_A", power.A), ("power_G", power.G)):
-            state[name].lerp_(torch.where(torch.isfinite(value) & seen.finite, value, state[name]), 1.0 - decay)
-    damping_A, damping_G = dampings(layer, state, recipe, damping, seen.first.num_locations)
-    recipe.input_side.learn(state, seen, damping_A)
-    recipe.output_side.learn(state, seen, damping_G)
+            state[name].lerp_(torch.where(torch.isfinite(value) & finite, value, state[name]), 1.0 - decay)
 
 
 @full_precision()

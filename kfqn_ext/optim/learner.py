@@ -1,5 +1,6 @@
 """An optimizer of layers that knows how their curvature is made, learned and renewed, whatever its step loop does."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -100,18 +101,21 @@ class LearningOptimizer(PlannedOptimizer):
 
     def _learn(self, due: Work, first: Measurement, second: Measurement | None, finite: Tensor, step: int) -> None:
         """Start what has no curvature yet, and let the rest learn, from the minibatch of step k."""
+        together = defaultdict(list)
         for layer, group in due:
-            state = self.state[layer.weight]
-            measured = Measured() if second is None else second.of(layer.module)
-            seen = Seen(first.of(layer.module), measured, finite.to(layer.weight.device), step)
-            if not blocks.is_started(state):
-                if seen.second.factors is not None:
-                    self._start(layer, group, seen.second)
-            elif self._complete(layer, seen):
-                recipe = self._recipe_of(layer)
-                if self._normalized and recipe is self.recipe:
+            before, after = first.of(layer.module), Measured() if second is None else second.of(layer.module)
+            if not blocks.is_started(self.state[layer.weight]):
+                if after.factors is not None:
+                    self._start(layer, group, after)
+            elif self._complete(layer, before, after):
+                if self._normalized and layer not in self._spared:
                     self._normalized.pop(layer, None)
-                blocks.learn(layer, state, recipe, group["damping"], seen)
+                together[layer in self._spared, blocks.kin(layer)].append((layer, group["damping"], before, after))
+        for lessons in together.values():
+            layers, dampings, firsts, seconds = zip(*lessons, strict=True)
+            seen = Seen(firsts, seconds, finite.to(layers[0].weight.device), step)
+            states = [self.state[layer.weight] for layer in layers]
+            blocks.learn(layers, states, self._recipe_of(layers[0]), dampings, seen)
 
     def _reached(self, layer: Layer, first: Measured) -> bool:
         """Whether the first pass measured a layer that is due."""
@@ -124,13 +128,13 @@ class LearningOptimizer(PlannedOptimizer):
             )
         return reached
 
-    def _complete(self, layer: Layer, seen: Seen) -> bool:
+    def _complete(self, layer: Layer, first: Measured, second: Measured) -> bool:
         """Whether both passes reached a layer, with the same data."""
-        if not self._reached(layer, seen.first):
+        if not self._reached(layer, first):
             return False
-        if any(getattr(seen.second, kind) is None for kind in blocks.second_kinds(self._recipe_of(layer))):
+        if any(getattr(second, kind) is None for kind in blocks.second_kinds(self._recipe_of(layer))):
             return False
-        before, after = seen.first.moments, seen.second.moments
+        before, after = first.moments, second.moments
         if before is None or after is None:
             return True
         sizes = [(q.num_data, q.num_locations) for q in (before, after)]

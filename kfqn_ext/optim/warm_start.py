@@ -106,7 +106,7 @@ def _inputs(layers: Sequence[Layer], run: Callable[[Any], Any], batch: Any) -> d
         if x.shape[0] == 0:
             return
         x = x.to(torch.promote_types(layer.weight.dtype, torch.float32))
-        with torch.autocast(x.device.type, enabled=False), full_precision():
+        with full_precision():
             gram = Gram(geometry.gram(x), x.shape[0], geometry.num_locations(geometry.as_batch(output)))
         old = found.get((layer, "gram"))
         found[layer, "gram"] = gram if old is None else _blend(old, gram)

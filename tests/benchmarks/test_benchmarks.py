@@ -197,14 +197,14 @@ def test_floors_do_what_has_to_be_done() -> None:
     before = [p.detach().clone() for p in setup.model.parameters()]
     directions = floors._directions(torch.bfloat16, setup)()
     assert [p.shape for p in directions] == [(w.shape[0], w.shape[1] + 1) for w in weights]
-    floors._learning(0.25, setup)()
+    floors._learning_and_measuring(0.25, setup)()
     assert all(p.grad is None and torch.equal(p, old) for p, old in zip(setup.model.parameters(), before, strict=True))
 
 
 def test_floors_are_of_the_device_that_is_asked_for() -> None:
     setup = set_up(QUICK["autoencoder"], torch.device("meta"))
     assert {p.device.type for p in floors._directions(torch.bfloat16, setup)()} == {"meta"}
-    floors._learning(0.25, setup)()  # tensors of two devices would not multiply
+    floors._learning_and_measuring(0.25, setup)()  # tensors of two devices would not multiply
 
 
 def test_the_page_s_targets_are_those_of_the_logs_beside_it() -> None:

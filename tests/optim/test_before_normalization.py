@@ -12,7 +12,7 @@ from backpack import backpack
 from torch import Tensor, nn
 
 from kfqn_ext.extensions import KBFGSQuantities, extend
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KFAC, KroneckerOptimizer, Minibatch, blocks
 from kfqn_ext.optim.recipe import SecondPass
 from kfqn_ext.optim.sides import ScaledIdentity
 
@@ -124,8 +124,9 @@ MAKERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_nothing_else_changes(name: str) -> None:
+def test_nothing_else_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit the run that learns its noise pairs, which are all skipped."""
+    monkeypatch.setattr(blocks, "kin", lambda layer: layer)  # sums are rounded alike, whoever else learns
     runs = []
     for spare in (True, False):
         torch.manual_seed(0)

@@ -1,5 +1,6 @@
-"""A step that is not due launches few operations."""
+"""Steps launch few operations: those that are not due, and what is learned in those that are."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfqn_ext.optim import KBFGS, Minibatch
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KroneckerOptimizer, Minibatch
 from tests.operations import Operations
 
 
@@ -39,3 +40,41 @@ def test_operations_of_a_convolution_and_its_normalization(options: dict[str, An
     few, many = operations(2, **options), operations(12, **options)
     assert many - few == 10 * per_block
     assert few - 2 * per_block < 40  # the rest does not grow with the net
+
+
+def learning_operations(layers: int, make: Any) -> int:
+    """Of what layers of two sizes learn in one step, both passes not counted."""
+    torch.manual_seed(0)
+    body = [m for i in range(layers) for m in (nn.Linear(7 - i % 2, 6 + i % 2), nn.Tanh())]
+    model = nn.Sequential(*body, nn.Linear(7, 3))
+    optimizer: KroneckerOptimizer = make(model, lr=0.05, damping=0.5, curvature_update_freq=1)
+    batch, learn, operations = (
+        Minibatch(model, F.cross_entropy, torch.randn(6, 7), torch.arange(6) % 3),
+        optimizer._learn,
+        Operations(),
+    )
+    optimizer.step(batch)
+
+    def counted(*args: Any) -> None:
+        with operations:
+            learn(*args)
+
+    optimizer._learn = counted  # type: ignore[method-assign]
+    optimizer.step(batch)
+    assert operations.number > 100
+    return operations.number
+
+
+@pytest.mark.parametrize(
+    ("make", "per_layer"),
+    [
+        # Three products with H, two updates, their diagonals' extremes, λ_A and λ_G; and copies of vectors to stand
+        # beside those of other layers, 14, and of two averages back: the rest is done for all layers at once.
+        (KBFGS, 25),
+        (KBFGS20, 40),  # and the moving average of A
+        (partial(KBFGSL, history_size=2), 48),  # and the compact form of H_G
+    ],
+)
+def test_operations_of_a_layer_that_learns(make: Any, per_layer: int) -> None:
+    few, many = learning_operations(2, make), learning_operations(12, make)
+    assert many - few == 10 * per_layer

@@ -103,7 +103,7 @@ def test_lemma_5(seed: int, d: int, memory: int, kind: list[str], mu1: float, da
     start_pairs(state, "G", torch.zeros(d, dtype=F64), memory, torch.tensor(1 / damping, dtype=F64))
     for one in kind:  # eight pairs, so that old ones are dropped
         s, y = damped(one, d, mu1, damping)
-        assert update_pairs(state, "G", s, y, torch.tensor(1 / damping, dtype=F64))
+        assert update_pairs([state], "G", s[None], y[None], torch.tensor([1 / damping], dtype=F64))
         eigenvalues = torch.linalg.eigvalsh(times_pairs(state, "G", torch.eye(d, dtype=F64)))
         assert bounds.low_G <= eigenvalues[0] * (1 + 1e-6) and eigenvalues[-1] <= bounds.high_G * SLACK
 

@@ -1,10 +1,8 @@
 """A step on the meta device, whose tensors have shapes and no numbers: as on a GPU, nothing is read and nothing moves.
 
-What a GPU has and the meta device has not is replaced: autocast, random targets, and the one check at the start that
-may wait.
+What a GPU has and the meta device has not is replaced: random targets, and the one check at the start that may wait.
 """
 
-from contextlib import nullcontext
 from traceback import extract_stack
 from typing import Any
 
@@ -40,7 +38,6 @@ def what_a_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (blocks, learner):
         monkeypatch.setattr(module, "bool", lambda value: isinstance(value, Tensor) or bool(value), raising=False)
     monkeypatch.setattr(LateWarning, "note", lambda self, flag: None)
-    monkeypatch.setattr(torch, "autocast", lambda *args, **options: nullcontext())
     generator = torch.Generator()
     monkeypatch.setattr(torch, "Generator", lambda device: generator)
 

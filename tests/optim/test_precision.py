@@ -33,15 +33,22 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
 def reduced() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    yield
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
     torch.set_float32_matmul_precision(before)
 
 
 def values() -> dict[str, str]:
-    return {name: switch.fp32_precision for name, switch in SWITCHES.items()}
+    autocast = "bf16" if torch.is_autocast_enabled("cpu") else "ieee"
+    return {"autocast": autocast, **{name: switch.fp32_precision for name, switch in SWITCHES.items()}}
 
 
-REDUCED = {"products on GPUs": "tf32", "convolutions on GPUs": "tf32", "products on CPUs": "bf16"}
+REDUCED = {
+    "autocast": "bf16",
+    "products on GPUs": "tf32",
+    "convolutions on GPUs": "tf32",
+    "products on CPUs": "bf16",
+}
 
 
 def test_all_switches_are_set_and_set_back() -> None:
@@ -86,8 +93,8 @@ def test_curvature_is_learned_in_full_precision(name: str, monkeypatch: pytest.M
         monkeypatch.setattr(owner, attribute, noting)
 
     for owner, attribute in (
-        *((hessian_action, "bfgs_update_"), (secant, "bfgs_update_"), (secant, "powell_lm")),
-        *((hessian_action, "damped_inverse"), (direct, "damped_inverse"), (limited, "push_pair")),
+        *((hessian_action, "bfgs_update_each_"), (secant, "bfgs_update_each_"), (secant, "powell_lm")),
+        *((hessian_action, "damped_inverse"), (direct, "damped_inverse"), (limited, "push_unit_pair")),
         *((ConvGeometry, "mean_patch"), (ConvGeometry, "gram"), (ConvGeometry, "gram_product")),
     ):
         spy(owner, attribute)

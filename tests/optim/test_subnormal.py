@@ -70,6 +70,24 @@ def test_a_unit_that_dies_leaves_no_subnormal_numbers(name: str) -> None:
             assert not found, (k, found)
 
 
+@pytest.mark.parametrize("name", ["KBFGS", "KBFGSL"])
+def test_an_output_that_is_no_longer_used_leaves_none(name: str) -> None:
+    """In the averages of pairs: its entries shrink, while the others bring news."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = MAKERS[name](model)
+    for k in range(150):
+        weight = torch.ones(3) if k < 3 else torch.tensor([1.0, 1.0, 0.0])
+        optimizer.step(Minibatch(model, lambda h, w: (w * (h - 1.0).square()).mean(), torch.randn(8, 4), weight))
+        state = optimizer.state[model.weight]
+        if k == 3:
+            assert state["y_G"].all()
+            for key in ("s_G", "y_G", "momentum"):
+                state[key][2] *= 1e-33
+        assert not any(subnormal(state[key]).any() for key in ("s_G", "y_G")), k
+    assert state["y_G"][:2].all() and not state["y_G"][2]
+
+
 def test_without_flushing_there_would_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("descent", "sides.moving_average", "sides.secant"):
         monkeypatch.setattr(f"kfqn_ext.optim.{module}.flush_", lambda x: x)

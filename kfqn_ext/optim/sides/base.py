@@ -1,9 +1,11 @@
 """What an optimizer asks of the two sides of a layer's block, and what it shows them.
 
 A side is a rule without state of its own: what it learns is in the layer's state, a dictionary of tensors. Dampings
-come as tensors [*B].
+come as tensors [*B]. L layers of one device, dtype and *B learn together, as each operation on vectors is then one for
+all of them: their vectors come stacked, [L, *B, d], padded with zeros to the longest (:mod:`kfqn_ext.linalg.padded`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.extensions import Gram, KroneckerFactors, LayerMoments, Power
+from kfqn_ext.linalg.padded import stack, unstack
 
 State = dict[str, Tensor]
 Kind = Literal["moments", "gram", "factors", "power"]
@@ -38,17 +41,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was measured of one layer in the two passes over a minibatch.
+    """What was measured of several layers in the two passes over a minibatch.
 
     Attributes:
-        first: In the first pass.
+        first: In the first pass, of one layer each.
         second: In the second pass.
         finite: Whether all gradients of the minibatch were finite, bool []; nothing is learned from others.
         step: k of the step that the minibatch is of, from 1.
     """
 
-    first: Measured
-    second: Measured
+    first: Sequence[Measured]
+    second: Sequence[Measured]
     finite: Tensor
     step: int
 
@@ -84,8 +87,8 @@ class InputSide(Side):
         """Choose the direction s for which A s is wanted from the first pass; None for none."""
         return None
 
-    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:
-        """Update H_A."""
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:
+        """Update H_A of L layers; their dampings are [L, *B]."""
         raise NotImplementedError
 
     def precondition(self, state: State, M: Tensor) -> Tensor:
@@ -100,8 +103,8 @@ class OutputSide(Side):
         """Make the initial H_G; ``like``, [*B, d_out], gives shape, dtype and device."""
         raise NotImplementedError
 
-    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:
-        """Update H_G."""
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:
+        """Update H_G of L layers; their dampings are [L, *B]."""
         raise NotImplementedError
 
     def where_shifts_are_removed(self) -> "OutputSide | None":
@@ -113,13 +116,26 @@ class OutputSide(Side):
         return state["H_G"] @ M.to(state["H_G"].dtype)
 
 
-def count(state: State, key: str, *events: Tensor) -> None:
-    """Add up which of [*B] had each event, in a counter under ``key``: int64 [len(events), *B]."""
-    happened = torch.stack(events).to(torch.int64)
-    if key in state:
-        state[key] += happened
-    else:
-        state[key] = happened
+def moments_of(measured: Sequence[Measured]) -> list[LayerMoments]:
+    """The moments of layers that were all measured."""
+    return [m.moments for m in measured if m.moments is not None]
+
+
+def read(states: Sequence[State], key: str) -> Tensor:
+    """A vector of each state, stacked: [L, *B, d]."""
+    return stack(state[key] for state in states)
+
+
+def write(states: Sequence[State], key: str, value: Tensor) -> None:
+    """Write stacked vectors back into each state, in place."""
+    vectors = [state[key] for state in states]
+    torch._foreach_copy_(vectors, unstack(value, [v.shape[-1] for v in vectors]))
+
+
+def count(states: Sequence[State], key: str, *events: Tensor) -> None:
+    """Add up which of [L, *B] had each event, in each state's counter under ``key``: int64 [len(events), *B]."""
+    happened = torch.stack(events, dim=1).to(torch.int64)
+    torch._foreach_add_([state[key] for state in states], happened.unbind())
 
 
 def start_count(state: State, key: str, like: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Inverses that are computed, not learned: of this minibatch's A (``algo_7``), and of KFAC's moving averages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,11 +25,12 @@ class BatchInverse(InputSide):
     def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
         state["H_A"] = damped_inverse(A, damping)
 
-    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        assert seen.first.A is not None
-        inverse = damped_inverse(seen.first.A, damping)
-        finite = torch.isfinite(inverse).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
-        state["H_A"] = torch.where(finite, inverse, state["H_A"])
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, measured, value in zip(states, seen.first, damping, strict=True):
+            assert measured.A is not None
+            inverse = damped_inverse(measured.A, value)
+            finite = torch.isfinite(inverse).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
+            state["H_A"] = torch.where(finite, inverse, state["H_A"])
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ class OmegaInverse(InputSide):
     def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
         state["Omega"], state["H_A"] = A, damped_inverse(A, damping)
 
-    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        assert seen.second.factors is not None
-        move_towards(state["Omega"], seen.second.factors.Omega, self.decay, seen)
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, measured in zip(states, seen.second, strict=True):
+            assert measured.factors is not None
+            move_towards(state["Omega"], measured.factors.Omega, self.decay, seen)
 
     def refresh(self, state: State, damping: Tensor) -> None:  # noqa: D102
         state["H_A"] = damped_inverse(state["Omega"], damping)
@@ -82,9 +85,10 @@ class GammaInverse(OutputSide):
         state["Gamma"] = measured.factors.Gamma
         state["H_G"] = damped_inverse(state["Gamma"], damping)
 
-    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        assert seen.second.factors is not None
-        move_towards(state["Gamma"], seen.second.factors.Gamma, self.decay, seen)
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, measured in zip(states, seen.second, strict=True):
+            assert measured.factors is not None
+            move_towards(state["Gamma"], measured.factors.Gamma, self.decay, seen)
 
     def refresh(self, state: State, damping: Tensor) -> None:  # noqa: D102
         state["H_G"] = damped_inverse(state["Gamma"], damping)

@@ -1,36 +1,46 @@
 """H_A by BFGS along s = H_A ā with the exact action y = A s + λ_A s of a matrix that is known, ``eq_1``."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg import bfgs_update_, damped_inverse
-from kfqn_ext.optim.sides.base import InputSide, Kind, Seen, State, count, start_count, times
+from kfqn_ext.linalg import bfgs_update_each_, damped_inverse
+from kfqn_ext.linalg.padded import stack, times_each
+from kfqn_ext.linalg.pairs import dot
+from kfqn_ext.optim.sides.base import InputSide, Kind, Measured, Seen, State, count, moments_of, start_count, times
 from kfqn_ext.optim.sides.moving_average import Decay, check_decay, move_towards
 from kfqn_ext.optim.sides.pairs import check_memory, start_pairs, times_pairs, update_pairs
 
 
-def _action(side: InputSide, state: State, seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """(s, A s + λ_A s) for this minibatch's A, which the pass that made the first H_A has formed instead of probing."""
-    moments = seen.first.moments
-    assert moments is not None
-    s, A_s = moments.s, moments.A_s
-    if s is None or A_s is None:
-        s = side.precondition(state, moments.a_bar.unsqueeze(-2)).squeeze(-2)
-        A_s = moments.A @ s if seen.first.A is None else times(seen.first.A, s)
-    _note_leverage(state, s, seen)
+def _actions(side: InputSide, states: Sequence[State], seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """(s, A s + λ_A s) of each layer for this minibatch's A, [L, *B, d]."""
+    pairs = [_action(side, state, measured) for state, measured in zip(states, seen.first, strict=True)]
+    s, A_s = (stack(vectors) for vectors in zip(*pairs, strict=True))
+    _note_leverage(states, s, seen)
     y = A_s + damping.unsqueeze(-1) * s
     return torch.where(seen.finite, s, 0.0), torch.where(seen.finite, y, 0.0)
 
 
-def _note_leverage(state: State, s: Tensor, seen: Seen) -> None:
-    """Keep |T| āᵀ H_A ā: at most 1 for every exact inverse, so how far above 1 it is tells how stale H_A is."""
-    moments = seen.first.moments
+def _action(side: InputSide, state: State, measured: Measured) -> tuple[Tensor, Tensor]:
+    """(s, A s) of one layer; the pass that made its first H_A has formed A instead of probing."""
+    moments = measured.moments
     assert moments is not None
-    leverage = (s * moments.a_bar).sum(-1) * moments.num_locations
-    state["leverage"] = torch.where(seen.finite, leverage, state.get("leverage", torch.zeros_like(leverage)))
+    if moments.s is not None and moments.A_s is not None:
+        return moments.s, moments.A_s
+    s = side.precondition(state, moments.a_bar.unsqueeze(-2)).squeeze(-2)
+    return s, moments.A @ s if measured.A is None else times(measured.A, s)
+
+
+def _note_leverage(states: Sequence[State], s: Tensor, seen: Seen) -> None:
+    """Keep |T| āᵀ H_A ā: at most 1 for every exact inverse, so how far above 1 it is tells how stale H_A is."""
+    moments = moments_of(seen.first)
+    products = dot(s, stack(m.a_bar for m in moments)).squeeze(-1)
+    leverage = torch.stack(torch._foreach_mul(products.unbind(), [float(m.num_locations) for m in moments]))
+    kept = [state["leverage"] for state in states]
+    torch._foreach_copy_(kept, torch.where(seen.finite, leverage, torch.stack(kept)).unbind())
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,10 @@ class HessianAction(InputSide):
         # None in the very pass that measures A for the first H_A.
         return times(state["H_A"], a_bar) if "H_A" in state else None
 
-    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        kept = bfgs_update_(state["H_A"], *_action(self, state, seen, damping))
-        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        s, y = _actions(self, states, seen, damping)
+        kept = bfgs_update_each_([state["H_A"] for state in states], s, y)
+        count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
 
 
 @dataclass(frozen=True)
@@ -75,15 +86,17 @@ class MovingHessianAction(HessianAction):
     def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
         return None
 
-    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        moments, A = seen.first.moments, seen.first.A
-        assert moments is not None and A is not None
-        move_towards(state["A"], A, self.decay, seen)
-        s = times(state["H_A"], moments.a_bar)
-        _note_leverage(state, s, seen)
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, measured in zip(states, seen.first, strict=True):
+            assert measured.A is not None
+            move_towards(state["A"], measured.A, self.decay, seen)
+        inverses = [state["H_A"] for state in states]
+        s = times_each(inverses, stack(m.a_bar for m in moments_of(seen.first)))
+        _note_leverage(states, s, seen)
         s = torch.where(seen.finite, s, 0.0)
-        kept = bfgs_update_(state["H_A"], s, times(state["A"], s) + damping.unsqueeze(-1) * s)
-        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+        y = times_each([state["A"] for state in states], s) + damping.unsqueeze(-1) * s
+        kept = bfgs_update_each_(inverses, s, y)
+        count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
 
 
 @dataclass(frozen=True)
@@ -110,9 +123,9 @@ class LimitedHessianAction(InputSide):
     def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
         return times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else None
 
-    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        kept = update_pairs(state, "A", *_action(self, state, seen, damping), 1.0 / damping)
-        count(state, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        kept = update_pairs(states, "A", *_actions(self, states, seen, damping), 1.0 / damping)
+        count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
 
     def precondition(self, state: State, M: Tensor) -> Tensor:  # noqa: D102
         return times_pairs(state, "A", M.mT).mT

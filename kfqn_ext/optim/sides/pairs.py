@@ -4,9 +4,14 @@ Products use the compact form with its 2p × 2p matrix K. Where the inverse itse
 from the pairs at each update instead.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from kfqn_ext.linalg import compact_middle, compact_product, dense_from_pairs, push_pair
+from kfqn_ext.linalg import compact_middle, compact_product, dense_from_pairs
+from kfqn_ext.linalg.compact import push_unit_pair
+from kfqn_ext.linalg.padded import unstack
+from kfqn_ext.linalg.pairs import unit_pair
 from kfqn_ext.optim.sides.base import State
 
 
@@ -26,13 +31,16 @@ def start_pairs(state: State, side: str, like: Tensor, memory: int, gamma: Tenso
     _form(state, side)
 
 
-def update_pairs(state: State, side: str, s: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
-    """Append a pair where it is usable, on top of γI; return where, bool [*B]."""
-    state[f"gamma_{side}"].copy_(gamma)
-    pairs, kept = push_pair(state[f"pairs_{side}"], s, y, norm_H=state[f"gamma_{side}"].unsqueeze(-1))
-    state[f"pairs_{side}"] = pairs
-    _form(state, side)
-    return kept
+def update_pairs(states: Sequence[State], side: str, s: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
+    """Append each layer's pair where it is usable, on top of γI; return where, bool [L, *B]."""
+    s, y, kept = unit_pair(s, y, gamma.to(s).unsqueeze(-1))
+    sizes = [state[f"pairs_{side}"].shape[-1] for state in states]
+    pairs = zip(unstack(s, sizes), unstack(y, sizes), kept, strict=True)
+    for state, pair, scale in zip(states, pairs, gamma, strict=True):
+        state[f"gamma_{side}"].copy_(scale)
+        state[f"pairs_{side}"] = push_unit_pair(state[f"pairs_{side}"], *pair)
+        _form(state, side)
+    return kept.squeeze(-1)
 
 
 def _form(state: State, side: str) -> None:

@@ -1,6 +1,6 @@
 """H_G as it was at the start, a multiple of the identity: for layers whose ∂h̄ vanishes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +35,11 @@ class ScaledIdentity(OutputSide):
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         state["gamma_G"] = self.initial(damping).to(like).clone()
 
-    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:
         """Follow the damping, as L-BFGS does; a dense H_G keeps what it started from."""
-        if "gamma_G" in state:
-            state["gamma_G"].copy_(self.initial(damping))
+        for state, scale in zip(states, self.initial(damping), strict=True):
+            if "gamma_G" in state:
+                state["gamma_G"].copy_(scale)
 
     def precondition(self, state: State, M: Tensor) -> Tensor:  # noqa: D102
         # A dense secant side has started with the number on the diagonal of its H_G.

@@ -1,15 +1,27 @@
 """H_G by BFGS or L-BFGS on moving averages of (Δh̄, Δ∂h̄), ``eq_6`` and ``eq_7``, with double damping."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg import bfgs_update_, flush_, powell_lm
+from kfqn_ext.linalg import bfgs_update_each_, flush_, powell_lm
+from kfqn_ext.linalg.padded import stack, unstack
 from kfqn_ext.linalg.pairs import common_scale, dot
-from kfqn_ext.optim.sides.base import Kind, Measured, OutputSide, Seen, State, count, start_count
+from kfqn_ext.optim.sides.base import (
+    Kind,
+    Measured,
+    OutputSide,
+    Seen,
+    State,
+    count,
+    moments_of,
+    read,
+    start_count,
+    write,
+)
 from kfqn_ext.optim.sides.pairs import check_memory, start_pairs, times_pairs, update_pairs
 from kfqn_ext.optim.sides.scaled_identity import ScaledIdentity, inverse_damping
 
@@ -44,33 +56,42 @@ class Secant(OutputSide):
     def where_shifts_are_removed(self) -> OutputSide:  # noqa: D102
         return ScaledIdentity(self.initial)
 
-    def _damped_pair(self, state: State, seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(s̃, ỹ), empty where this step brought no news, and where Powell's damping changed s; bool [*B]."""
-        s, y, news = _average_pair(state, seen, self.decay)
-        Hy = self.precondition(state, y.unsqueeze(-1)).squeeze(-1)
+    def _damped_pairs(self, states: Sequence[State], seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(s̃, ỹ), empty where this step brought no news, and where Powell's damping changed s; bool [L, *B]."""
+        s, y, news = _average_pairs(states, seen, self.decay)
+        vectors = unstack(y, [state["y_G"].shape[-1] for state in states])
+        Hy = stack(
+            self.precondition(state, v.unsqueeze(-1)).squeeze(-1) for state, v in zip(states, vectors, strict=True)
+        )
         s_damped, y_damped = self.pair_damping(s, y, Hy, self.mu1, damping.unsqueeze(-1))
         # An empty pair changes nothing.
         damped = (s_damped != s).any(-1) & news.squeeze(-1)
         return torch.where(news, s_damped, 0.0), torch.where(news, y_damped, 0.0), damped
 
 
-def _average_pair(state: State, seen: Seen, decay: float) -> tuple[Tensor, Tensor, Tensor]:
+def _average_pairs(states: Sequence[State], seen: Seen, decay: float) -> tuple[Tensor, Tensor, Tensor]:
     """Move s_G and y_G towards this step's Δh̄ and Δ∂h̄, where these say something.
 
     They say nothing where they are not finite, and where Δ∂h̄ is below the rounding error of ∂h̄: before a
     BatchNorm layer in training mode ∂h̄ = 0, and H_G would learn noise.
 
     Returns:
-        (s_G, y_G) scaled by one common number, each [*B, d_out], and where they are news, bool [*B, 1].
+        (s_G, y_G) scaled by one common number, each [L, *B, d_out], and where they are news, bool [L, *B, 1].
     """
-    before, after = seen.first.moments, seen.second.moments
-    assert before is not None and after is not None
-    s, y = after.h_bar - before.h_bar, after.dh_bar - before.dh_bar
-    noise = after.dh_noise + before.dh_noise
+    before, after = moments_of(seen.first), moments_of(seen.second)
+    s = stack(m.h_bar for m in after) - stack(m.h_bar for m in before)
+    y = stack(m.dh_bar for m in after) - stack(m.dh_bar for m in before)
+    noise = stack(m.dh_noise for m in after) + stack(m.dh_noise for m in before)
     news = (dot(y, y) > dot(noise, noise)) & torch.isfinite(dot(s, s) + dot(y, y)) & seen.finite
-    for name, value in (("s_G", s), ("y_G", y)):
-        flush_(state[name].copy_(torch.where(news, torch.lerp(value, state[name], decay), state[name])))
-    return *common_scale(state["s_G"], state["y_G"]), news
+    s, y = (_move(states, name, value, news, decay) for name, value in (("s_G", s), ("y_G", y)))
+    return *common_scale(s, y), news
+
+
+def _move(states: Sequence[State], name: str, value: Tensor, news: Tensor, decay: float) -> Tensor:
+    average = read(states, name)
+    average = flush_(torch.where(news, torch.lerp(value, average, decay), average))
+    write(states, name, average)
+    return average
 
 
 @dataclass(frozen=True)
@@ -82,10 +103,10 @@ class DenseSecant(Secant):
         state["s_G"], state["y_G"] = torch.zeros_like(like), torch.zeros_like(like)
         start_count(state, "pairs_seen_G", damping)
 
-    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        s, y, damped = self._damped_pair(state, seen, damping)
-        kept = bfgs_update_(state["H_G"], s, y)
-        count(state, "pairs_seen_G", kept, kept & damped, ~kept & seen.finite)
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        s, y, damped = self._damped_pairs(states, seen, damping)
+        kept = bfgs_update_each_([state["H_G"] for state in states], s, y)
+        count(states, "pairs_seen_G", kept, kept & damped, ~kept & seen.finite)
 
 
 @dataclass(frozen=True)
@@ -108,10 +129,10 @@ class LimitedSecant(Secant):
         state["s_G"], state["y_G"] = torch.zeros_like(like), torch.zeros_like(like)
         start_count(state, "pairs_seen_G", damping)
 
-    def learn(self, state: State, seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        s, y, damped = self._damped_pair(state, seen, damping)
-        kept = update_pairs(state, "G", s, y, self.initial(damping))
-        count(state, "pairs_seen_G", kept, kept & damped, ~kept & seen.finite)
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        s, y, damped = self._damped_pairs(states, seen, damping)
+        kept = update_pairs(states, "G", s, y, self.initial(damping))
+        count(states, "pairs_seen_G", kept, kept & damped, ~kept & seen.finite)
 
     def precondition(self, state: State, M: Tensor) -> Tensor:  # noqa: D102
         return times_pairs(state, "G", M)

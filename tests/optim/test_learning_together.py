@@ -1,0 +1,99 @@
+"""Layers that learn together learn what each learns alone, and keep to their kin."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KFAC, KroneckerOptimizer, Minibatch, blocks
+from kfqn_ext.optim.sides.pairs import start_pairs, update_pairs
+from tests.cases import assert_close
+
+MAKERS: dict[str, Callable[[nn.Module], KroneckerOptimizer]] = {
+    "KBFGS": lambda m: KBFGS(m, lr=0.05, damping=0.5),
+    "KBFGSL": lambda m: KBFGSL(m, lr=0.05, damping=0.5, history_size=3),
+    "KBFGS20": lambda m: KBFGS20(m, lr=0.05, damping=0.5),
+    "KFAC": lambda m: KFAC(m, lr=0.05, damping=0.5),
+}
+
+
+class Cast(nn.Module):
+    """To another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+def net() -> nn.Sequential:
+    """Layers of two dtypes and several sizes, and with the same and with other groups."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Cast(torch.float64),
+        nn.Conv2d(2, 4, 3, padding=1).double(),
+        nn.BatchNorm2d(4).double(),  # the layer before it needs no output side, and others of its kin do
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 3, groups=2).double(),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 3, padding=1, groups=2).double(),
+        nn.Tanh(),
+        nn.Conv2d(4, 8, 1, groups=2).double(),
+        nn.Tanh(),
+        nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False).double(),
+        nn.Tanh(),
+        nn.Conv2d(8, 2, 1).double(),
+        nn.Flatten(),
+        Cast(torch.float32),
+        nn.Linear(32, 5),
+        nn.Tanh(),
+        nn.Linear(5, 3),
+    )
+
+
+def layers(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+
+
+def run(name: str) -> tuple[list[Any], KroneckerOptimizer]:
+    model = net()
+    optimizer = MAKERS[name](model)
+    for _ in range(5):
+        optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(9, 2, 6, 6), torch.arange(9) % 3))
+    return layers(model), optimizer
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_together_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, optimizer = run(name)
+    monkeypatch.setattr(blocks, "kin", lambda layer: layer)
+    alone, other = run(name)
+    for one, two in zip(together, alone, strict=True):
+        got, want = optimizer.state[one.weight], other.state[two.weight]
+        assert got.keys() == want.keys()
+        for key, value in got.items():
+            assert value.shape == want[key].shape and value.dtype == want[key].dtype
+            assert_close(value, want[key], 1e-4)  # two layers, and all gradients with them, are in float32
+        for key in got.keys() & {"pairs_seen_A", "pairs_seen_G"}:
+            assert got[key][0].all() == (key == "pairs_seen_A" or one is not together[0])  # before BatchNorm
+
+
+def test_pairs_beside_several_identities() -> None:
+    """A pair is kept where what it brings can be told from zero beside its own layer's γ."""
+    s, gamma = torch.ones(2, 3), torch.tensor([1.0, 1e10])
+    states: list[dict[str, Tensor]] = [{}, {}]
+    for state, scale in zip(states, gamma, strict=True):
+        start_pairs(state, "G", s[0], 2, scale)
+    assert update_pairs(states, "G", s, 10 * s, gamma).tolist() == [True, False]
+
+
+def test_kin() -> None:
+    """Vectors of one dtype, and with blocks of one shape: who else is of another kin."""
+    optimizer = MAKERS["KBFGS"](net())
+    kin = [blocks.kin(layer) for layer, _ in optimizer._layers()]
+    assert [kin.index(one) for one in kin] == [0, 1, 1, 3, 4, 0, 6, 6]
