@@ -14,10 +14,10 @@ def stack(vectors: Iterable[Tensor]) -> Tensor:
     """Stand vectors of different lengths side by side.
 
     Args:
-        vectors: L of them, each [d_i], or each [*B, d] of the same shape.
+        vectors: L of them, each [d_i], or each [*B, d] of the same shape; or matrices [d_i, k] likewise.
 
     Returns:
-        [L, *B, d], where d is the largest of the lengths and shorter ones end with zeros.
+        [L, *B, d], where d is the largest of the lengths and shorter ones end with zeros; or [L, *B, d, k].
     """
     return pad_sequence(list(vectors), batch_first=True)
 

@@ -73,6 +73,7 @@ def learning_operations(layers: int, make: Any) -> int:
         (KBFGS, 25),
         (KBFGS20, 40),  # and the moving average of A
         (partial(KBFGSL, history_size=2), 48),  # and the compact form of H_G
+        (partial(KBFGSL, history_size=10), 25),  # which is formed as a matrix, for all small layers at once
     ],
 )
 def test_operations_of_a_layer_that_learns(make: Any, per_layer: int) -> None:

@@ -6,11 +6,12 @@ from the pairs at each update instead.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kfqn_ext.linalg import compact_middle, compact_product, dense_from_pairs
 from kfqn_ext.linalg.compact import push_unit_pair
-from kfqn_ext.linalg.padded import unstack
+from kfqn_ext.linalg.padded import stack, unstack
 from kfqn_ext.linalg.pairs import unit_pair
 from kfqn_ext.optim.sides.base import State
 
@@ -28,7 +29,7 @@ def start_pairs(state: State, side: str, like: Tensor, memory: int, gamma: Tenso
     *blocks, d = like.shape
     state[f"pairs_{side}"] = like.new_zeros(*blocks, 2 * memory, d)
     state[f"gamma_{side}"] = gamma.to(like).clone()
-    _form(state, side)
+    _form([state], side)
 
 
 def update_pairs(states: Sequence[State], side: str, s: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
@@ -39,16 +40,25 @@ def update_pairs(states: Sequence[State], side: str, s: Tensor, y: Tensor, gamma
     for state, pair, scale in zip(states, pairs, gamma, strict=True):
         state[f"gamma_{side}"].copy_(scale)
         state[f"pairs_{side}"] = push_unit_pair(state[f"pairs_{side}"], *pair)
-        _form(state, side)
+    _form(states, side)
     return kept.squeeze(-1)
 
 
-def _form(state: State, side: str) -> None:
-    pairs, gamma = state[f"pairs_{side}"], state[f"gamma_{side}"]
-    if pairs.shape[-1] <= pairs.shape[-2]:
-        state[f"H_{side}"] = dense_from_pairs(pairs, gamma)
-    else:
-        state[f"K_{side}"] = compact_middle(pairs, gamma)
+def _form(states: Sequence[State], side: str) -> None:
+    """Make what products use: K of each layer, or H, for all layers at once, as it takes p updates one by one."""
+    small = []
+    for state in states:
+        pairs = state[f"pairs_{side}"]
+        if pairs.shape[-1] <= pairs.shape[-2]:
+            small.append(state)
+        else:
+            state[f"K_{side}"] = compact_middle(pairs, state[f"gamma_{side}"])
+    if small:
+        pairs = stack(state[f"pairs_{side}"].mT for state in small).mT
+        inverses = dense_from_pairs(pairs, torch.stack([state[f"gamma_{side}"] for state in small]))
+        for state, H in zip(small, inverses, strict=True):
+            d = state[f"pairs_{side}"].shape[-1]
+            state[f"H_{side}"] = H[..., :d, :d].clone(memory_format=torch.contiguous_format)  # not all layers' memory
 
 
 def times_pairs(state: State, side: str, M: Tensor) -> Tensor:
