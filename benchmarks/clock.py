@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 Run = Callable[[], object]
-# What is slow is run less often: all its runs together may take as long as so many turns' worth of base runs.
+# What is slow is run less often: all its runs together may take as long as so many runs of the base a turn.
 _SHARE = 3
 
 
@@ -40,8 +40,8 @@ class Times:
     """What was measured.
 
     Attributes:
-        seconds: Seconds of each run by name, one a turn in which it ran.
-        ratios: The same, divided by the base's seconds in the same turn.
+        seconds: Seconds of each run by name, one a turn in which it ran; of the base, one beside each of them.
+        ratios: The same, divided by the mean of the base's seconds right before and right after.
         errors: Why a name has no times.
     """
 
@@ -65,7 +65,7 @@ def _warm(values: list[float]) -> list[float]:
 def interleave(
     runs: Mapping[str, Run], base: str, turns: int, device: torch.device, before: Mapping[str, Run] | None = None
 ) -> Times:
-    """Run everything once a turn, in random order.
+    """Run everything once a turn, in random order, and the base between any two.
 
     Args:
         runs: What to run, by name.
@@ -77,27 +77,31 @@ def interleave(
     Returns:
         Times of all; a run that raises is left out of later turns.
     """
-    times, order = Times(), list(runs)
-    for name in order:
+    times, others = Times(), [name for name in runs if name != base]
+    for name in runs:
         times.seconds[name], times.ratios[name] = [], []
-    for _ in range(turns):
-        random.shuffle(order)
-        allowed = _SHARE * sum(times.seconds[base])
-        turn: dict[str, float] = {}
-        for name in order:
-            if name in times.errors or (times.seconds[name] and name != base and sum(times.seconds[name]) > allowed):
+
+    def timed(name: str) -> float:
+        if before is not None:
+            before[name]()
+        times.seconds[name].append(_seconds(runs[name], device))
+        return times.seconds[name][-1]
+
+    for turn in range(turns):
+        random.shuffle(others)
+        last = timed(base)
+        for name in others:
+            if name in times.errors or sum(times.seconds[name]) > _SHARE * turn * times.base_seconds(base):
                 continue
             try:
-                if before is not None:
-                    before[name]()
-                turn[name] = _seconds(runs[name], device)
+                seconds = timed(name)
             except Exception as error:
-                if name == base:
-                    raise
                 times.errors[name] = first_line(error)
-        for name, seconds in turn.items():
-            times.seconds[name].append(seconds)
-            times.ratios[name].append(seconds / turn[base])
+                continue
+            following = timed(base)
+            times.ratios[name].append(2.0 * seconds / (last + following))
+            last = following
+    times.ratios[base] = [1.0 for _ in times.seconds[base]]
     return times
 
 

@@ -103,7 +103,7 @@ def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     times = clock.interleave({"base": lambda: None, "bad": fail}, "base", 3, CPU)
     assert times.errors == {"bad": "RuntimeError: no such kernel"}
-    assert len(times.seconds["base"]) == 3
+    assert len(times.seconds["base"]) == 3 and not times.ratios["bad"]
     row = {"row": "bad", "time": None, "peak": None, "state": None, "error": times.errors["bad"]}
     problem = {"title": "p", "batch_size": 1, "turns": 3, "step_seconds": 1.0, "rows": [row], "extraction": {"q": "no"}}
     environment = {"processor": "p", "device": "CPU", "threads": 1, "python": "3", "versions": {}}
@@ -124,7 +124,24 @@ def test_what_runs_before_is_not_timed() -> None:
 def test_what_is_slow_runs_once() -> None:
     ticks = iter(range(10**6))
     times = clock.interleave({"base": lambda: next(ticks), "slow": lambda: sum(range(10**6))}, "base", 5, CPU)
-    assert (len(times.seconds["base"]), len(times.seconds["slow"])) == (5, 1)
+    assert (len(times.seconds["base"]), len(times.seconds["slow"])) == (6, 1)
+
+
+def test_ratios_are_to_the_base_right_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a machine that gets slower and slower, by the tick, changes no ratio."""
+    now = 0.0
+
+    def spend(work: float) -> None:
+        nonlocal now
+        now += work * (1.0 + now / 1000.0)
+
+    monkeypatch.setattr(clock, "now", lambda device: now)
+    runs = {"base": partial(spend, 1.0), "double": partial(spend, 2.0), "half": partial(spend, 0.5)}
+    times = clock.interleave(runs, "base", 40, CPU)
+    assert times.seconds["base"][-1] > 1.1 * times.seconds["base"][0]
+    assert times.ratios["double"] == pytest.approx([2.0] * 40, rel=1e-3)
+    assert times.ratios["half"] == pytest.approx([0.5] * 40, rel=1e-3)
+    assert set(times.ratios["base"]) == {1.0}
 
 
 def test_mean_steps_are_made_of_all_steps() -> None:
