@@ -186,6 +186,7 @@ BASES: dict[str, Callable[[Setup], Run]] = {
     SGD: lambda setup: CONTENDERS["sgdm"].build(setup).steps["ordinary"],
     PLAIN: EXTRACTIONS[PLAIN],
 }
+_CASTS = "products with H_A and H_G, casts of M and p"
 _PAIR = "a forward pass, for the classifier's pair"
 _PRODUCTS, _ROUNDED = (partial(_directions, dtype) for dtype in (torch.float32, torch.bfloat16))
 _LEARNING = "these, a second pass, two H y, rank-2 updates, casts of H"
@@ -198,6 +199,10 @@ def _of_step(row: str, problem: str, done: str, build: Callable[[Setup], Run], c
 
 
 FLOORS = [
+    _of_step(
+        "ResNet32: K-BFGS, a step that is not due, bfloat16",
+        *("resnet32", _CASTS, _ROUNDED, "kbfgs-bf16", "ordinary"),
+    ),
     _of_step("ResNet32: K-BFGS, T = 1, bfloat16", "resnet32", _PAIR, _forward, "kbfgs-bf16", "due"),
     Floor("ResNet32: extraction", "resnet32", PLAIN, "reading inputs and output gradients", _reading, _extraction),
     Floor("ResNet32: the same", "resnet32", PLAIN, "ā, A s, Σ ∂h and its noise, bare", _measuring, _extraction),
@@ -208,7 +213,7 @@ FLOORS = [
     ),
     _of_step(
         "MNIST autoencoder: the same, bfloat16",
-        *("autoencoder", "the products, casts of M and p", _ROUNDED, "kbfgs-bf16", "ordinary"),
+        *("autoencoder", _CASTS, _ROUNDED, "kbfgs-bf16", "ordinary"),
     ),
     _of_step(_QUARTER, "autoencoder", _LEARNING, partial(_learning, 0.25), "kbfgs-bf16-quarter", "due"),
     _of_step(
