@@ -49,7 +49,7 @@ class GramOperator:
             return self.times(s)
 
     def times(self, s: Tensor) -> Tensor:
-        """Multiply A with a vector or a matrix in the precision that is set; otherwise ``A @ s``."""
+        """``A @ s`` in the precision that is set: [*B, d_in] or [*B, d_in, k] → the same; ValueError for others."""
         blocks, d = self.geometry.blocks, self.geometry.d_in
         if s.shape == (*blocks, d):
             return self.times(s.unsqueeze(-1)).squeeze(-1)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KroneckerOptimizer, Minibatch
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KroneckerOptimizer, Minibatch, blocks
 from tests.operations import Operations
 
 
@@ -79,3 +79,9 @@ def learning_operations(layers: int, make: Any) -> int:
 def test_operations_of_a_layer_that_learns(make: Any, per_layer: int) -> None:
     few, many = learning_operations(2, make), learning_operations(12, make)
     assert many - few == 10 * per_layer
+
+
+def test_operations_of_a_layer_that_learns_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "kin", lambda layer: layer)
+    few, many = learning_operations(2, KBFGS), learning_operations(12, KBFGS)
+    assert many - few == 10 * 269

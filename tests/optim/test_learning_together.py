@@ -1,7 +1,8 @@
 """Layers that learn together learn what each learns alone, and keep to their kin."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KFAC, KroneckerOptimizer, Minibatch, blocks
+from kfqn_ext.optim.recipe import SecondPass
+from kfqn_ext.optim.sides import DenseSecant, Seen, State
 from kfqn_ext.optim.sides.pairs import start_pairs, update_pairs
 from tests.cases import assert_close
 
@@ -82,6 +85,30 @@ def test_together_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert_close(value, want[key], 1e-4)  # two layers, and all gradients with them, are in float32
         for key in got.keys() & {"pairs_seen_A", "pairs_seen_G"}:
             assert got[key][0].all() == (key == "pairs_seen_A" or one is not together[0])  # before BatchNorm
+
+
+class OnePass(DenseSecant):
+    """Learns in the first pass, as convolutions before BatchNorm do, and shows it."""
+
+    second: ClassVar[tuple[Any, ...]] = ()
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:
+        for state in states:
+            state["H_G"] *= 2.0
+
+
+def test_each_by_its_own_recipe() -> None:
+    """Layers of one kin and one pass, of which one needs no output side."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
+    recipe = replace(KBFGS.recipe, output_side=OnePass(), second_pass=SecondPass.NONE)
+    optimizer = KroneckerOptimizer(model, recipe=recipe, lr=0.05, damping=0.5)
+    traces = []
+    for _ in range(3):
+        optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(9, 2, 6, 6), torch.arange(9) % 3))
+        traces.append([float(optimizer.state[layer.weight]["H_G"].trace()) for layer in layers(model)])
+    (before, other_before), _, (after, other_after) = traces
+    assert after == before and other_after == 4.0 * other_before
 
 
 def test_pairs_beside_several_identities() -> None:
