@@ -4,7 +4,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from kfqn_ext.errors import MissingQuantitiesError
-from kfqn_ext.geometry import LayerPass, Subsampling, geometry_of
+from kfqn_ext.extensions.calls import call_of
+from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling, checked_subsampling, geometry_of, refusal
 from kfqn_ext.linalg import full_precision
 
 Q = TypeVar("Q")
@@ -22,20 +23,18 @@ Q = TypeVar("Q")
 
 @dataclass(frozen=True)
 class _Entry(Generic[Q]):
-    """A result, the backward pass that gave it, and the calls in it, each known by its input."""
+    """A result, the backward pass that gave it, and the calls in it, each with its last backward pass."""
 
     backward: int
     result: Q
-    calls: tuple[weakref.ref[Tensor], ...]
+    calls: tuple[tuple[int, weakref.ref[Any]], ...]
 
 
 def _computes_gradient_of(weight: Tensor) -> bool:
     """Whether the backward pass that runs computes this gradient, which ``autograd.grad(loss, x)`` does not."""
-    if not weight.requires_grad:
-        return True
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
-    except RuntimeError:  # torch says so where autograd.grad returns this very gradient
+    except RuntimeError:  # torch says so where autograd.grad returns this very gradient, or a weight needs none
         return True
 
 
@@ -67,19 +66,20 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             savefield: Attribute of the weight that mirrors the result.
             reduction: "mean" or "sum": what the loss does over the data of a batch. The gradient that reaches a
                 layer carries no trace of it, and quantities are per datum.
-            subsampling: Which data of each batch to measure: indices, a share (its first data, rounded up), or None for
-                all.
-            accumulate: Merge over backward passes (micro-batches) too, until :meth:`clear`.
+            subsampling: Which data of each batch to measure: indices, a share in (0.0, 1.0] (its first data, rounded
+                up), or None for all.
+            accumulate: Merge over backward passes (micro-batches) too, until :meth:`clear`. What is read in between
+                is not to be used after the next pass: large matrices are updated in place.
             modules: Measure these layers only, whether or not their weight needs a gradient.
 
         Raises:
-            ValueError: If ``reduction`` is neither "mean" nor "sum".
+            ValueError: If ``reduction`` is neither "mean" nor "sum", or ``subsampling`` none of the above.
         """
         if reduction not in ("mean", "sum"):
             raise ValueError(
                 f"reduction={reduction!r}: say what the loss does over the data of a batch, 'mean' or 'sum'."
             )
-        super().__init__(savefield, module_exts={}, fail_mode=FAIL_SILENT, subsampling=subsampling)
+        super().__init__(savefield, module_exts={}, fail_mode=FAIL_SILENT, subsampling=checked_subsampling(subsampling))
         self.reduction = reduction
         self.accumulate = accumulate
         self._only = None if modules is None else WeakSet(modules)
@@ -107,41 +107,57 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             "call backward() once."
         )
 
-    def __call__(self, module: nn.Module, g_inp: tuple[Any, ...], g_out: tuple[Tensor, ...]) -> None:
-        """Measure one layer; BackPACK calls this in the backward pass."""
+    def wanted(self, module: nn.Module) -> LayerGeometry | None:
+        """The layer that a module is, where the backward pass that runs is one in which it is to be measured."""
+        if self._only is not None and module not in self._only:
+            return None
         geometry = geometry_of(module)
         if geometry is None:
+            return None
+        weight = cast(Tensor, module.weight)
+        named = self._only is not None
+        return geometry if (named or weight.requires_grad) and _computes_gradient_of(weight) else None
+
+    def __call__(self, module: nn.Module, g_inp: tuple[Any, ...], g_out: tuple[Tensor, ...]) -> None:
+        """Measure one layer; BackPACK calls this in the backward pass."""
+        geometry = self.wanted(module)
+        if geometry is None:
             return
-        weight: Any = module.weight
-        if module not in self._only if self._only is not None else not weight.requires_grad:
-            return
-        if not _computes_gradient_of(weight):
-            return
-        x: Any = module.input0
+        self.saw_half |= g_out[0].dtype == torch.float16
+        x, scale = cast(Tensor, module.input0), self.loss_scale or 1.0
         with torch.no_grad(), full_precision():
-            self.saw_half |= g_out[0].dtype == torch.float16
-            layer = LayerPass.of(
-                geometry, module, x, g_out[0], self.reduction, self._subsampling, self.loss_scale or 1.0
-            )
-            if layer.num_data == 0:  # as in a mixture of experts; there is nothing to average
-                self.saw_empty_batch = True
-                return
-            backward = torch._C._current_graph_task_id()
-            old = self._results.get(module)
-            calls: tuple[weakref.ref[Tensor], ...] = ()
-            if old is not None and (self.accumulate or old.backward == backward):
-                calls = tuple(seen for seen in old.calls if seen() is not None)
-                repeated = old.backward != backward and any(seen() is x for seen in calls)
-                result = (self.add_gradient if repeated else self.merge)(module, old.result, layer)
-            else:
-                result = self.measure(module, layer)
-        self._results[module] = _Entry(backward, result, (*calls, weakref.ref(x)))
+            self._take(module, LayerPass.of(geometry, module, x, g_out[0], self.reduction, self._subsampling, scale))
+
+    def _take(self, module: nn.Module, layer: LayerPass) -> None:
+        """Make, or extend, the result of a layer."""
+        call, backward = call_of(module)
+        old = self._results.get(module)
+        if old is not None and not self.accumulate and old.backward != backward:
+            old = None
+            self._forget(module)
+        if layer.num_data == 0 or layer.num_locations == 0:  # as in a mixture of experts; nothing to average
+            self.saw_empty_batch = True
+            return
+        calls = () if old is None else old.calls
+        others = tuple((last, seen) for last, seen in calls if seen() is not None and seen() is not call)
+        if old is None:
+            result = self.measure(module, layer)
+        else:
+            repeated = any(seen() is call and last != backward for last, seen in calls)
+            result = (self.add_gradient if repeated else self.merge)(module, old.result, layer)
+        self._results[module] = _Entry(backward, result, (*others, (backward, weakref.ref(call))))
         if self.mirrored:
-            setattr(weight, self.savefield, result)
+            setattr(module.weight, self.savefield, result)
+
+    def _forget(self, module: nn.Module) -> None:
+        result, weight = self._results.pop(module).result, module._parameters.get("weight")
+        if weight is not None and weight.__dict__.get(self.savefield) is result:
+            delattr(weight, self.savefield)
 
     def clear(self) -> None:
-        """Forget all results."""
-        self._results.clear()
+        """Forget all results, and take them off the weights."""
+        for module in list(self._results):
+            self._forget(module)
 
     def get(self, module: nn.Module) -> Q | None:
         """Look up the result of a layer; None where there is none."""
@@ -169,8 +185,21 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             return self._results[module].result
         except KeyError:
             raise MissingQuantitiesError(
-                f"{type(self).__name__} has no result for {module}. A result needs an extended model "
-                "(kfqn_ext.extend) and a backward pass that reaches the layer inside `with backpack(ext):`; "
-                "layers whose weight needs no gradient are passed over, and so are passes that do not compute it, as "
-                "autograd.grad(loss, x), and those with create_graph=True."
+                f"{type(self).__name__} has no result for {module}{self._reason(module)}"
             ) from None
+
+    def _reason(self, module: nn.Module) -> str:
+        """Why there is no result."""
+        why = refusal(module)
+        if why is not None:
+            return f": {why}."
+        if self._only is not None and module not in self._only:
+            return ": it is not among `modules`."
+        empty = " A batch that some layer saw was empty: there is nothing to average." if self.saw_empty_batch else ""
+        return (
+            f".{empty} A result needs an extended model (kfqn_ext.extend) and a backward pass that reaches the layer "
+            "inside `with backpack(ext):`, for a frozen weight the forward pass as well (input_gradients_only reaches "
+            "a layer below which nothing is trained). Layers whose weight needs no gradient are passed over unless "
+            "`modules` names them, and so are passes that do not compute it, as autograd.grad(loss, x), and those with "
+            "create_graph=True."
+        )

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kfqn_ext.errors import UnsupportedLayerError
+from kfqn_ext.extensions.base import LayerExtension
+from kfqn_ext.extensions.calls import CALL, Call
 from kfqn_ext.geometry import is_layer
 from kfqn_ext.linalg.precision import without_autocast
 
@@ -25,6 +27,9 @@ _DATA_PARALLEL = (
     "nn.DataParallel runs copies of the layers, which live for one forward pass: what is measured on them is lost. "
     "Use one device, or one process for each device and reduce the quantities among them."
 )
+# Two generations of vmap: is_grads_batched=True still uses the first.
+_BATCHED: list[Any] = [torch._C._parse_dispatch_key(name) for name in ("Batched", "FuncTorchBatched")]
+_ANY = torch.zeros((), requires_grad=True)
 _input_gradients_only: frozenset[nn.Module] = frozenset()  # layers that are to have an output gradient
 # Not in the oldest versions of torch: there, inputs live as long as the graph.
 _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
@@ -35,8 +40,8 @@ def extend(model: nn.Module) -> nn.Module:
 
     Unlike ``backpack.extend`` it changes nothing in what the model computes and allows in-place operations on the
     layers' outputs; only first-order extensions can run. Calling it again attaches what is new and nothing twice.
-    Extend before ``torch.compile``. Backward passes with ``create_graph=True`` are parts of a computation that goes on,
-    and no extension runs in them.
+    Extend before ``torch.compile``, and :func:`unextend` before ``torch.jit.script``. Backward passes with
+    ``create_graph=True`` are parts of a computation that goes on, and no extension runs in them.
 
     Args:
         model: Any module. It is modified and returned.
@@ -51,7 +56,7 @@ def extend(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.DataParallel):
             raise UnsupportedLayerError(_DATA_PARALLEL)
         if is_layer(module) and not hasattr(module, _HANDLE):
-            handle = module.register_forward_hook(_watch_output, with_kwargs=True)
+            handle = module.register_forward_hook(_watch_output, with_kwargs=True, prepend=True)
             object.__setattr__(module, _HANDLE, handle)
     return model
 
@@ -101,11 +106,22 @@ def input_gradients_only(model: nn.Module, layers: Iterable[nn.Module] | None = 
             p.requires_grad_(True)
 
 
+class _Kept(torch.autograd.Function):
+    """A node that saves a tensor as autograd does: counted by checkpoints, and guarded against changes in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, any_leaf: Tensor) -> Tensor:  # noqa: D102
+        ctx.save_for_backward(x)
+        return any_leaf.clone()
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, where a traced hook would vanish without a word
 def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
     """Forward hook: have the active extensions run once the gradient of this output is known."""
     if not (disable.should_store_io() and torch.is_grad_enabled() and isinstance(output, Tensor)):
         return None
+    if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+        return None  # computations that go on, and one that is written down
     if module.__dict__.get("_backpack_extend", False):
         return None  # BackPACK's own hook serves this module
     if "_is_replica" in module.__dict__:
@@ -113,9 +129,16 @@ def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     replaced = module in _input_gradients_only and not output.requires_grad
     if replaced:
         output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
-    if output.requires_grad:
-        _register(module, (args[0] if args else kwargs["input"]).detach(), output)
+    if output.requires_grad and _may_be_measured(module):
+        _register(module, args[0] if args else kwargs.get("input", next(iter(kwargs.values()))), output)
     return output if replaced else None
+
+
+def _may_be_measured(module: nn.Module) -> bool:
+    """Whether to keep the input, which autograd itself does not keep where the weight is frozen."""
+    weight = module._parameters.get("weight")  # not module.weight, which may run a parametrization
+    trained = weight is not None and weight.requires_grad
+    return trained or module in _input_gradients_only or bool(CTX.get_active_exts())
 
 
 def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
@@ -126,31 +149,33 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
             return
         watched = output._base
 
-    inputs = [x]
+    kept, call = [_Kept.apply(x.detach(), _ANY).grad_fn], Call()
 
     def run(g: Tensor) -> None:
-        if CTX.get_active_exts() and not torch.is_grad_enabled():  # enabled: with create_graph=True
-            if not inputs:
-                raise RuntimeError(
-                    f"The input of {module} is gone: an earlier backward pass stopped at its output. Use "
-                    "retain_graph=True in that pass."
-                )
-            _run_extensions(module, inputs[0], g.detach().reshape(shape))
+        # Gradients are enabled with create_graph=True, and batched with is_grads_batched=True.
+        if CTX.get_active_exts() and not torch.is_grad_enabled() and not _is_batched(g):
+            _run_extensions(module, call, kept, g.detach().reshape(shape))
         if not _keeps_graph():
             # Autograd lets its inputs go one by one as the pass proceeds; the hooks live until the graph is dropped.
-            inputs.clear()
+            kept.clear()
 
     watched.register_hook(run)  # type: ignore[no-untyped-call]
 
 
-def _run_extensions(module: nn.Module, x: Tensor, g: Tensor) -> None:
+def _is_batched(g: Tensor) -> bool:
+    return any(torch._C._dispatch_keys(g).has(key) for key in _BATCHED)
+
+
+def _run_extensions(module: nn.Module, call: Call, kept: list[Any], g: Tensor) -> None:
     """Call the extensions as BackPACK's backward hook does, with the module's input at hand for this call only."""
+    wanted = [ext for ext in CTX.get_active_exts() if not isinstance(ext, LayerExtension) or ext.wanted(module)]
     # First-order extensions read the output's shape alone; the true output may have been overwritten since.
-    object.__setattr__(module, "input0", x)
-    object.__setattr__(module, "output", g)
+    own = {"output": g, CALL: call} | ({"input0": _input(module, kept)} if wanted else {})
+    before = {name: module.__dict__[name] for name in own if name in module.__dict__}
+    module.__dict__.update(own)
     try:
         with without_autocast():
-            for ext in CTX.get_active_exts():
+            for ext in wanted:
                 if ext.expects_backpropagation_quantities():
                     raise NotImplementedError(
                         f"{type(ext).__name__} propagates second-order quantities, which kfqn_ext.extend does not "
@@ -159,5 +184,24 @@ def _run_extensions(module: nn.Module, x: Tensor, g: Tensor) -> None:
                 ext(module, (None,), (g,))
             CTX.get_extension_hook()(module)
     finally:
-        object.__delattr__(module, "input0")
-        object.__delattr__(module, "output")
+        for name in own:
+            del module.__dict__[name]
+        module.__dict__.update(before)
+
+
+def _input(module: nn.Module, kept: list[Any]) -> Tensor:
+    if not kept:
+        raise RuntimeError(
+            f"The input of {module} is gone: an earlier backward pass stopped at its output. Use retain_graph=True in "
+            "that pass."
+        )
+    try:
+        x: Tensor = kept[0].saved_tensors[0]
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            f"The input of {module} was modified in place after the layer had read it, so that the layer can't be "
+            "measured. Write that operation out of place, x = x + layer(x) for x += layer(x)."
+        ) from error
+    return x

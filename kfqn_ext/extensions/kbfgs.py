@@ -1,8 +1,10 @@
 """The quantities of K-BFGS: means of a layer's patches, outputs and output gradients, and products with A."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from kfqn_ext.errors import MissingQuantitiesError
@@ -11,7 +13,9 @@ from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling
 from kfqn_ext.linalg import full_precision
 
 # Sums over data and locations are pairwise: their relative error is a few ε whatever the number of terms.
-_ROUNDING = 16.0
+_SUMMED = 16.0
+# A number that arrives rounded is off by 0.2 ε (root mean square), one independently of the next.
+_ARRIVED = 2.0
 
 Probe = Callable[[nn.Module, Tensor], Tensor | None]
 
@@ -72,9 +76,10 @@ class LayerMoments:
         a_bar: ā = mean of the patches a_t, [*B, d_in]; ends with 1 where the layer has a bias.
         h_bar: h̄ = mean of the outputs h_t, [*B, d_out].
         dh_bar: ∂h̄ = mean of the gradients of a datum's loss by h_t, [*B, d_out].
-        dh_noise: A bound on the rounding error of ``dh_bar``, [*B, d_out]: 16 ε times the mean of |∂h_t|, ε that of
-            the dtype in which the gradient arrived; for convolutions the mean over data of its root mean square over
-            locations, which is not below and costs less. A ``dh_bar`` below it, as before BatchNorm, says nothing.
+        dh_noise: A bound on the rounding error of ``dh_bar``, [*B, d_out]: the mean of |∂h_t|, for convolutions the
+            mean over data of its root mean square over locations, which is not below and costs less, times
+            max(16 ε, 2 ε' / √(N |T|)). ε is that of the working dtype, in which sums are taken; ε' that of the dtype
+            in which ∂h_t arrived, rounded one by one. A ``dh_bar`` below it, as before BatchNorm, says nothing.
         num_data: N.
         num_locations: |T|; an average where calls of one layer had different numbers.
         operator: ``A``, or None where a probe let the inputs go.
@@ -202,9 +207,11 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
 
     def _mean_gradient(self, layer: LayerPass) -> tuple[Tensor, Tensor]:
         """∂h̄ and its noise."""
-        mean = layer.grad_scale / (layer.num_data * layer.num_locations)
+        terms = layer.num_data * layer.num_locations
+        mean = layer.grad_scale / terms
+        relative = max(_SUMMED * torch.finfo(layer.g.dtype).eps, _ARRIVED * layer.eps / math.sqrt(terms))
         total, size = layer.geometry.sum_outputs(layer.g), layer.geometry.bound_sum_abs(layer.g)
-        return total * mean, size * (mean * _ROUNDING * layer.eps)
+        return total * mean, size * (mean * relative)
 
 
 class ShiftInvariantQuantities(KBFGSQuantities):

@@ -2,7 +2,7 @@
 
 from kfqn_ext.geometry.base import LayerGeometry, geometry_of, is_layer, refusal, register
 from kfqn_ext.geometry.conv import ConvGeometry
-from kfqn_ext.geometry.layer_pass import LayerPass, Subsampling, part_size
+from kfqn_ext.geometry.layer_pass import LayerPass, Subsampling, checked_subsampling, part_size
 from kfqn_ext.geometry.linear import LinearGeometry
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "LayerPass",
     "LinearGeometry",
     "Subsampling",
+    "checked_subsampling",
     "geometry_of",
     "is_layer",
     "part_size",

@@ -119,7 +119,7 @@ def register(kind: type[nn.Module], build: _Builder, methods: tuple[str, ...] = 
 
 
 def _kind(module: nn.Module) -> type[nn.Module] | None:
-    return next((kind for kind in _REGISTRY if isinstance(module, kind)), None)
+    return next((kind for kind in type(module).__mro__ if kind in _REGISTRY), None)
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -149,6 +149,8 @@ def refusal(module: nn.Module) -> str | None:
         return "its lazy weight is not initialized; run one forward pass first"
     if not isinstance(weight, nn.Parameter) or not weight.is_leaf:
         return "its weight is computed from other tensors (old weight_norm or spectral_norm?)"
+    if weight.is_complex():
+        return "its weight is complex"
     return None
 
 

@@ -9,7 +9,7 @@ products do the same for less (``conv_product``), and form A (``conv_gram``, ``c
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -54,15 +54,15 @@ class ConvGeometry(LayerGeometry):
     def of(cls, module: nn.Module) -> "ConvGeometry":
         """Read the geometry off a convolution."""
         conv = cast(nn.Conv2d, module)  # the three kinds share these attributes
-        has_bias = conv.bias is not None
+        has_bias, dims = conv.bias is not None, len(conv.kernel_size)
         return cls(
             d_in=conv.weight[0].numel() + has_bias,
             d_out=conv.out_channels // conv.groups,
             groups=conv.groups,
             has_bias=has_bias,
             kernel_size=conv.kernel_size,
-            stride=conv.stride,
-            dilation=conv.dilation,
+            stride=_each(conv.stride, dims),
+            dilation=_each(conv.dilation, dims),
             padding=_sides(conv),
             padding_mode=conv.padding_mode,
         )
@@ -221,9 +221,15 @@ def _sides(conv: nn.Conv2d) -> tuple[tuple[int, int], ...]:
     if conv.padding == "valid":
         return ((0, 0),) * len(conv.kernel_size)
     if conv.padding == "same":
-        totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        dilation = _each(conv.dilation, len(conv.kernel_size))
+        totals = [d * (k - 1) for d, k in zip(dilation, conv.kernel_size, strict=True)]
         return tuple((total // 2, total - total // 2) for total in totals)
-    return tuple((int(p), int(p)) for p in conv.padding)
+    return tuple((int(p), int(p)) for p in _each(conv.padding, len(conv.kernel_size)))
+
+
+def _each(value: Any, dims: int) -> tuple[int, ...]:
+    """A number for each dimension; ``conv.stride = 2`` after construction is one for all, as torch takes it."""
+    return (value,) * dims if isinstance(value, int) else tuple(value)
 
 
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):

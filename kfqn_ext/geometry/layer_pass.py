@@ -1,16 +1,18 @@
 """What one layer saw in one forward-backward pass: all that a quantity may be computed from."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.geometry.base import LayerGeometry
 
 # Which data of a batch: indices, a share of the batch (its first data, rounded up), or None for all.
-Subsampling = list[int] | float | None
+Subsampling = Sequence[int] | float | None
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,22 @@ class LayerPass:
 
         Returns:
             The pass.
+
+        Raises:
+            UnsupportedLayerError: If the input is sparse.
         """
         weight: Tensor = cast(Any, module.weight).detach()
         bias: Tensor | None = getattr(module, "bias", None)
         dtype = torch.promote_types(weight.dtype, torch.float32)
+        if x.layout is not torch.strided:
+            raise UnsupportedLayerError(f"The input of {module} is sparse ({x.layout}): give it layer(x.to_dense()).")
         x, g = geometry.as_batch(x.detach()), geometry.as_batch(g.detach())
         total = x.shape[0]
         if isinstance(subsampling, float):
             part = part_size(total, subsampling)
             x, g = x[:part], g[:part]
         elif subsampling is not None:
-            x, g = x[subsampling], g[subsampling]
+            x, g = x[list(subsampling)], g[list(subsampling)]
         return cls(
             geometry=geometry,
             x=x.to(dtype),
@@ -90,4 +97,15 @@ class LayerPass:
 
 def part_size(total: int, share: float) -> int:
     """How many data a share of a batch has, rounded up."""
-    return math.ceil(total * share)
+    return math.ceil(round(total * share, 9))  # 100 · 0.07 is 7.000000000000001
+
+
+def checked_subsampling(subsampling: Subsampling) -> list[int] | float | None:
+    """A subsampling in the forms that :meth:`LayerPass.of` takes; ValueError where it is neither of them."""
+    if subsampling is None or (isinstance(subsampling, float) and 0.0 < subsampling <= 1.0):
+        return subsampling
+    if isinstance(subsampling, Sequence) and subsampling and all(type(i) is int for i in subsampling):
+        return list(subsampling)
+    raise ValueError(
+        f"subsampling={subsampling!r}: give a share of the batch as a float in (0.0, 1.0], or a list of indices."
+    )

@@ -1,7 +1,7 @@
 """Dense mathematics of quasi-Newton matrices: torch in, torch out, batched over leading dimensions."""
 
 from kfqn_ext.linalg.bfgs import bfgs_update, bfgs_update_, bfgs_update_each_
-from kfqn_ext.linalg.compact import compact_matrix, compact_middle, compact_product, dense_from_pairs, push_pair
+from kfqn_ext.linalg.compact import compact_matrix, compact_middle, compact_product, dense_from_pairs
 from kfqn_ext.linalg.damping import double_damping_2020, powell_identity_lm, powell_lm
 from kfqn_ext.linalg.kronecker import damped_inverse, kronecker_product
 from kfqn_ext.linalg.precision import full_precision
@@ -22,5 +22,4 @@ __all__ = [
     "kronecker_product",
     "powell_identity_lm",
     "powell_lm",
-    "push_pair",
 ]

@@ -12,27 +12,19 @@ matrix products instead of the two-loop recursion over p pairs. Rows of zeros ar
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg.pairs import unit_pair
 
-
-def push_pair(pairs: Tensor, s: Tensor, y: Tensor, norm_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Append a pair and drop the oldest one, where the pair is usable.
+def push_unit_pair(pairs: Tensor, s: Tensor, y: Tensor, kept: Tensor) -> Tensor:
+    """Append a pair and drop the oldest one, where the pair is kept.
 
     Args:
         pairs: [S; Y], [*B, 2p, d].
-        s: Step, [*B, d].
-        y: Change of the gradient along it, [*B, d].
-        norm_H: Size of H, [*B, 1]; see :func:`kfqn_ext.linalg.pairs.unit_pair`.
+        s: Step, [*B, d], rescaled by :func:`kfqn_ext.linalg.pairs.unit_pair`.
+        y: Change of the gradient along it, likewise.
+        kept: Which pairs are usable, bool [*B, 1].
 
     Returns:
-        The new [S; Y] and which pairs were kept, bool [*B].
+        The new [S; Y].
     """
-    s, y, kept = unit_pair(s, y, norm_H)
-    return push_unit_pair(pairs, s, y, kept), kept.squeeze(-1)
-
-
-def push_unit_pair(pairs: Tensor, s: Tensor, y: Tensor, kept: Tensor) -> Tensor:
-    """Append a pair that :func:`kfqn_ext.linalg.pairs.unit_pair` has rescaled, and drop the oldest one, where kept."""
     S, Y = pairs.chunk(2, dim=-2)
     pushed = torch.cat((S[..., 1:, :], s.unsqueeze(-2), Y[..., 1:, :], y.unsqueeze(-2)), dim=-2)
     return torch.where(kept.unsqueeze(-1), pushed, pairs)
@@ -69,7 +61,7 @@ def dense_from_pairs(pairs: Tensor, gamma: Tensor) -> Tensor:
     """Form H by one BFGS update for each pair, from H₀ = γI: for d ≤ 2p, where H is smaller than K.
 
     Args:
-        pairs: [S; Y] as :func:`push_pair` keeps them, sᵢᵀyᵢ = 1 or empty, [*B, 2p, d].
+        pairs: [S; Y] as :func:`push_unit_pair` keeps them, sᵢᵀyᵢ = 1 or empty, [*B, 2p, d].
         gamma: Scale of H₀, [*B].
 
     Returns:

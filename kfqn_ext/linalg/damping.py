@@ -29,7 +29,7 @@ def powell_lm(s: Tensor, y: Tensor, Hy: Tensor, mu1: float, mu2: float | Tensor)
         y: Change of the gradient along it, [*B, d].
         Hy: H y for the current inverse H, [*B, d].
         mu1: 0 < μ₁ < 1.
-        mu2: μ₂ > 0; the damping λ_G.
+        mu2: μ₂ > 0; the damping λ_G: a number, or [*B, 1].
 
     Returns:
         (s̃, ỹ), each [*B, d].
@@ -48,7 +48,7 @@ def powell_identity_lm(s: Tensor, y: Tensor, Hy: Tensor, mu1: float, mu2: float 
         y: Change of the gradient along it, [*B, d].
         Hy: Not used.
         mu1: 0 < μ₁ < 1.
-        mu2: μ₂ > 0; the damping λ_G.
+        mu2: μ₂ > 0; the damping λ_G: a number, or [*B, 1].
 
     Returns:
         (s̃, ỹ), each [*B, d].
@@ -67,7 +67,7 @@ def double_damping_2020(s: Tensor, y: Tensor, Hy: Tensor, mu1: float, mu2: float
         y: Change of the gradient along it, [*B, d].
         Hy: H y for the current inverse H, [*B, d].
         mu1: 0 < μ₁ < 1.
-        mu2: μ₂ > 0; the damping λ_G.
+        mu2: μ₂ > 0; the damping λ_G: a number, or [*B, 1].
 
     Returns:
         (s̃, ỹ), each [*B, d].
@@ -77,5 +77,5 @@ def double_damping_2020(s: Tensor, y: Tensor, Hy: Tensor, mu1: float, mu2: float
     mu2 = torch.as_tensor(mu2, dtype=s.dtype, device=s.device).clamp(max=1.0)
     damped = sy < mu2 * ss
     gap = torch.where(damped, ss - sy, 1.0)
-    theta = torch.where(damped & (gap > 0), (1.0 - mu2) * ss / gap, 1.0)
+    theta = torch.where(damped, (1.0 - mu2) * ss / gap, 1.0)
     return s, theta * y + (1.0 - theta) * s

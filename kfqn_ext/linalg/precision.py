@@ -23,7 +23,7 @@ def full_precision() -> Iterator[None]:
     torch's switches are the process's: while the body runs, other threads' products are in full precision too.
     ``torch.autocast`` is this thread's alone.
     """
-    reduced = [(switch, value) for switch in _switches() if (value := switch.fp32_precision) not in ("ieee", "none")]
+    reduced = [(switch, _held(switch)) for switch in _switches() if switch.fp32_precision not in ("ieee", "none")]
     try:
         for switch, _ in reduced:
             switch.fp32_precision = "ieee"
@@ -32,6 +32,13 @@ def full_precision() -> Iterator[None]:
     finally:
         for switch, value in reduced:
             switch.fp32_precision = value
+
+
+def _held(switch: Any) -> str:
+    """What a switch holds itself: "none" where it only follows a more general one, as it shall do afterwards too."""
+    value: str = switch.fp32_precision
+    switch.fp32_precision = "none"
+    return "none" if switch.fp32_precision == value else value
 
 
 @contextmanager
@@ -62,7 +69,7 @@ class _Products:
 
     @fp32_precision.setter
     def fp32_precision(self, value: str) -> None:
-        torch.set_float32_matmul_precision("highest" if value == "ieee" else value)
+        torch.set_float32_matmul_precision("highest" if value in ("ieee", "none") else value)
 
 
 class _Convolutions:

@@ -14,7 +14,7 @@ def flush_(x: Tensor) -> Tensor:
     CPUs take up to sixty times as long for products with those.
 
     Args:
-        x: Any tensor of floating dtype.
+        x: Any tensor in float32, float64 or bfloat16; float16 has no numbers so small.
 
     Returns:
         The same tensor.

@@ -25,4 +25,4 @@ def operations(kernel_size: int, stride: int = 1) -> int:
 @pytest.mark.parametrize("stride", [1, 2])
 def test_one_operation_for_each_place_of_the_kernel(stride: int) -> None:
     assert operations(5, stride) - operations(3, stride) == 25 - 9
-    assert operations(3, stride) <= 42
+    assert operations(3, stride) <= 43  # one of them, that keeps the input, is of a single number on the CPU

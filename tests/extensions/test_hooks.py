@@ -272,7 +272,6 @@ def test_a_probe_lets_the_input_go(probe: Any) -> None:
     del x
     assert (gone() is None) is (probe is not None)  # at once: no cycle waits for the garbage collector
     moments.clear()
-    del layer.weight.kbfgs
     assert gone() is None
 
 

@@ -7,7 +7,7 @@ import torch
 from backpack import backpack
 from torch import nn
 
-from kfqn_ext.errors import MissingQuantitiesError
+from kfqn_ext.errors import MissingQuantitiesError, UnsupportedLayerError
 from kfqn_ext.extensions import InputGram, KBFGSQuantities, extend
 
 
@@ -77,3 +77,50 @@ def test_an_empty_batch_gives_no_quantities() -> None:
         with backpack(moments, gram):
             layer(torch.rand(shape)).sum().backward()
         assert layer not in moments and layer not in gram
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), "parametrized"),
+        (lambda: Scaled(3, 2), "overrides Linear.forward"),
+        (lambda: nn.ConvTranspose1d(1, 1, 2), "not a registered kind"),
+        (lambda: nn.Linear(3, 2, dtype=torch.complex64), "complex"),
+    ],
+)
+def test_the_reason_comes_first(build: Any, reason: str) -> None:
+    layer, ext = extend(build()), KBFGSQuantities()
+    with backpack(ext):
+        layer(torch.rand(4, 1, 3) + (0j if reason == "complex" else 0)).abs().sum().backward()
+    with pytest.raises(MissingQuantitiesError, match=reason) as error:
+        ext[layer]
+    assert "kfqn_ext.extend" not in str(error.value)
+
+
+def test_a_layer_that_was_not_asked_for() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    ext = KBFGSQuantities(modules=[model[1]])
+    with backpack(ext):
+        model(torch.rand(4, 3)).sum().backward()
+    assert model[1] in ext
+    with pytest.raises(MissingQuantitiesError, match="not among `modules`"):
+        ext[model[0]]
+
+
+def test_an_empty_batch_is_named_as_the_reason() -> None:
+    layer, ext = extend(nn.Linear(3, 2)), KBFGSQuantities()
+    with backpack(ext):
+        layer(torch.rand(0, 3)).sum().backward()
+    with pytest.raises(MissingQuantitiesError, match="empty"):
+        ext[layer]
+
+
+def test_a_sparse_input() -> None:
+    layer = extend(nn.Linear(3, 2))
+    with pytest.raises(UnsupportedLayerError, match=r"Linear\(.*sparse.*to_dense"), backpack(KBFGSQuantities()):
+        layer(torch.eye(3).to_sparse()).sum().backward()

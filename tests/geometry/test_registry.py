@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from backpack import backpack
 from torch import Tensor, nn
 
+from kfqn_ext.extensions import KBFGSQuantities, extend
 from kfqn_ext.geometry import LinearGeometry, base, geometry_of, is_layer, refusal, register
 
 
@@ -94,3 +96,32 @@ def test_register_teaches_another_kind() -> None:
     finally:
         base._REGISTRY.pop(Mine, None)
     assert not is_layer(Mine())
+
+
+class Renamed(nn.Linear):
+    """The same with another name of its input; that it is the same, only its author knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_subclass_of_a_registered_kind_can_be_taught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest class in the order of inheritance counts, whichever was registered first."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    assert geometry_of(Renamed(2, 3)) is None
+    register(Renamed, LinearGeometry.of)
+    assert geometry_of(Renamed(2, 3)) == geometry_of(nn.Linear(2, 3))
+    layer, moments = extend(Renamed(2, 3)), KBFGSQuantities()
+    with backpack(moments):
+        layer(x=torch.rand(4, 2)).sum().backward()  # whatever its input is called
+    assert moments[layer].num_data == 4
+
+
+@pytest.mark.parametrize("name", ["stride", "dilation", "padding"])
+def test_a_number_for_all_dimensions_set_after_construction(name: str) -> None:
+    layer, same = nn.Conv2d(1, 2, 3), nn.Conv2d(1, 2, 3, **{name: 2})
+    setattr(layer, name, 2)
+    assert geometry_of(layer) == geometry_of(same)
+    layer.padding, same.padding = "same", "same"
+    layer.stride, same.stride = 1, (1, 1)
+    assert geometry_of(layer) == geometry_of(same)

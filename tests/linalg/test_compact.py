@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfqn_ext.linalg import compact_matrix, compact_middle, compact_product, dense_from_pairs, powell_lm, push_pair
+from kfqn_ext.linalg import compact_matrix, compact_middle, compact_product, dense_from_pairs, powell_lm
+from kfqn_ext.linalg.compact import push_unit_pair
+from kfqn_ext.linalg.pairs import unit_pair
 from tests import reference as ref
 from tests.cases import FEW_EXAMPLES, assert_close
 
@@ -20,6 +22,12 @@ ONE = torch.ones(1, dtype=F64)
 def good_pair(*shape: int) -> tuple[Tensor, Tensor]:
     s = torch.randn(*shape, D, dtype=F64)
     return s, s * (0.5 + torch.rand(D, dtype=F64)) + 0.1 * torch.randn(*shape, D, dtype=F64)
+
+
+def push(pairs: Tensor, s: Tensor, y: Tensor, norm_H: Tensor) -> tuple[Tensor, Tensor]:
+    """As the limited-memory sides do: rescale or empty, append where usable; and where that was, bool [*B]."""
+    s, y, kept = unit_pair(s, y, norm_H)
+    return push_unit_pair(pairs, s, y, kept), kept.squeeze(-1)
 
 
 def run(kinds: list[str]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -37,7 +45,7 @@ def run(kinds: list[str]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
             s, y = s * 1e-200, y * 1e-200
         else:
             kind = "good"
-        pairs, ok = push_pair(pairs, s, y, ONE)
+        pairs, ok = push(pairs, s, y, ONE)
         assert ok.item() is (kind in ("good", "tiny"))
         if ok:
             kept.append((s, y) if kind == "good" else (s * 1e200, y * 1e200))
@@ -79,7 +87,7 @@ def test_number_of_pairs(number: int) -> None:
 def test_a_rejected_pair_leaves_the_others_in_place() -> None:
     pairs, _ = run(["good"] * (P + 1))
     s, y = good_pair()
-    after, kept = push_pair(pairs, s, -y, ONE)
+    after, kept = push(pairs, s, -y, ONE)
     assert torch.equal(after, pairs) and not kept
 
 
@@ -89,9 +97,9 @@ def test_batched_equals_one_at_a_time() -> None:
     for step in range(P + 2):
         s, y = good_pair(B)
         y[step % B] *= -1 if step % 2 else 1
-        together, kept = push_pair(together, s, y, ONE.expand(B, 1))
+        together, kept = push(together, s, y, ONE.expand(B, 1))
         for b in range(B):
-            alone[b], one = push_pair(alone[b], s[b], y[b], ONE)
+            alone[b], one = push(alone[b], s[b], y[b], ONE)
             assert one == kept[b]
     M = torch.randn(B, D, 2, dtype=F64)
     K, dense = compact_middle(together, gamma), dense_from_pairs(together, gamma)
@@ -119,7 +127,7 @@ def test_float32_stays_definite_over_many_damped_pairs(kind: str, form: str) -> 
         a, b = s, -s + 0.1 * y if kind == "negative" else y
         scale = {"shrinking": 0.9**step, "any size": 10.0 ** int(torch.randint(-15, 16, ()))}.get(kind, 1.0)
         a, b = a * scale, b * scale
-        pairs, _ = push_pair(pairs, *powell_lm(a, b, H @ b, 0.2, mu2), gamma.reshape(1))
+        pairs, _ = push(pairs, *powell_lm(a, b, H @ b, 0.2, mu2), gamma.reshape(1))
         H = (
             dense_from_pairs(pairs, gamma)
             if form == "dense"

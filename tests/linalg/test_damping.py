@@ -16,9 +16,9 @@ from kfqn_ext.linalg import (
     double_damping_2020,
     powell_identity_lm,
     powell_lm,
-    push_pair,
 )
-from kfqn_ext.linalg.pairs import dot
+from kfqn_ext.linalg.compact import push_unit_pair
+from kfqn_ext.linalg.pairs import dot, unit_pair
 from tests import reference as ref
 from tests.cases import FEW_EXAMPLES, assert_close
 
@@ -122,7 +122,8 @@ def test_lemma_5_bounds_the_limited_memory_matrix(mu2: float) -> None:
     pairs = torch.zeros(2 * p, d, dtype=F64)
     for _ in range(50):
         s, y = pair("random", d)
-        pairs, _ = push_pair(pairs, *powell_identity_lm(s, y, y, mu1, mu2), torch.ones(1, dtype=F64))
+        damped = powell_identity_lm(s, y, y, mu1, mu2)
+        pairs = push_unit_pair(pairs, *unit_pair(*damped, torch.ones(1, dtype=F64)))
         eigenvalues = torch.linalg.eigvalsh(compact_matrix(pairs, compact_middle(pairs, 1 / mu2), 1 / mu2))
         at_least(eigenvalues[0], torch.tensor(1 / (mu2 + p / mu3), dtype=F64))
         at_least(torch.tensor(hat**p / mu2 + (hat**p - 1) / (hat - 1) / mu2, dtype=F64), eigenvalues[-1])

@@ -1,0 +1,32 @@
+"""torch's switches are afterwards what they were."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+# What is set once in a process can't be unset: reads of the older switches then fail.
+_FOLLOWS = """
+from torch import backends
+from kfqn_ext.linalg import full_precision
+
+general = {"all": backends, "mkldnn": backends.mkldnn}["NAME"]
+value, own = {"all": "tf32", "mkldnn": "bf16"}["NAME"], backends.mkldnn.matmul
+general.fp32_precision = value
+with full_precision():
+    assert own.fp32_precision == "ieee"
+assert own.fp32_precision == value
+general.fp32_precision = "ieee"
+assert own.fp32_precision == "ieee", "it no longer follows"
+own.fp32_precision = value
+with full_precision():
+    assert own.fp32_precision == "ieee"
+assert own.fp32_precision == value
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_get_fp32_precision_getter"), reason="older torch has one switch for all")
+@pytest.mark.parametrize("name", ["all", "mkldnn"])
+def test_a_switch_that_follows_a_more_general_one_follows_it_afterwards(name: str) -> None:
+    subprocess.run([sys.executable, "-c", _FOLLOWS.replace("NAME", name)], check=True)
