@@ -50,11 +50,18 @@ def start(layer: Layer, state: State, recipe: Recipe, damping: float, measured: 
         False where what was measured is not finite: then nothing is made.
     """
     A = measured.A
-    assert A is not None and measured.num_locations is not None
+    assert A is not None
     others = [] if measured.power is None else [measured.power.A, measured.power.G]
     others += [] if measured.factors is None else [measured.factors.Gamma]
     if not all(bool(torch.isfinite(value).all()) for value in [A, *others]):
         return False
+    _make(layer, state, recipe, damping, measured)
+    return True
+
+
+def _make(layer: Layer, state: State, recipe: Recipe, damping: float, measured: Measured) -> None:
+    A = measured.A
+    assert A is not None and measured.num_locations is not None
     if measured.power is not None:
         state["power_A"], state["power_G"] = measured.power.A, measured.power.G
     elif measured.factors is not None:
@@ -65,9 +72,9 @@ def start(layer: Layer, state: State, recipe: Recipe, damping: float, measured: 
     damping_A, damping_G = dampings(layer, state, recipe, damping)
     recipe.input_side.start(state, A, damping_A)
     recipe.output_side.start(state, like, measured, damping_G)
-    return True
 
 
+@full_precision()
 def start_empty(layer: Layer, state: State, recipe: Recipe, damping: float) -> None:
     """Fill a layer's state with tensors of the right names, shapes and dtypes, for a checkpoint to be read into.
 
@@ -85,7 +92,7 @@ def start_empty(layer: Layer, state: State, recipe: Recipe, damping: float) -> N
         power=Power(ones, ones.clone(), 1, 1) if "power" in kinds else None,
     )
     state["momentum"] = W
-    start(layer, state, recipe, damping, measured)
+    _make(layer, state, recipe, damping, measured)
     state["num_locations"] = _on_host(0.0)
 
 

@@ -1,11 +1,15 @@
 """Is the step loop used as it can work? One message for each misuse: what was found, and the way out."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from kfqn_ext.optim.measure import Measurement
+from kfqn_ext.optim.plan import Layer
 from kfqn_ext.optim.recipe import SecondPass
 
 NOTHING_MEASURED = (
@@ -30,17 +34,48 @@ def surroundings(optimizer: Optimizer) -> None:
 
 
 def closure(given: Any, optimizer: str, second_pass: SecondPass, share: float) -> None:
-    """Raise a TypeError where a closure can't do what its second pass needs."""
+    """Raise a TypeError where a closure can't do what its second pass needs, before anything has run."""
     if second_pass.sampled and not hasattr(given, "sampled"):
         raise TypeError(
             f"{optimizer} samples targets from the model's predictive distribution, which a plain "
             "closure can't. Pass a Minibatch, or use first_pass() and second_pass()."
         )
-    if second_pass is not SecondPass.NONE and share < 1 and not hasattr(given, "part"):
+    if second_pass is SecondPass.NONE or share == 1:
+        return
+    if not hasattr(given, "part"):
         raise TypeError(
             f"second_pass_fraction={share}, but a plain closure can't run a part of its minibatch. Pass a "
             "Minibatch, or run the first data of the minibatch yourself in second_pass()."
         )
+    given.part(share)  # raises where its data can't be cut
+
+
+def loss(given: Any) -> Tensor:
+    """The loss that step_cap compares with, as a tensor []; raise a RuntimeError where it is none."""
+    if isinstance(given, Tensor) and given.numel() == 1:
+        return given.detach().reshape(())
+    if isinstance(given, int | float):
+        return torch.full((), float(given), dtype=torch.float64, device="cpu")
+    found = f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    raise RuntimeError(
+        f"step_cap compares the step with the loss: pass a closure that returns the loss, one number, not {found}."
+    )
+
+
+@contextmanager
+def reaching(due: Sequence[tuple[Layer, Any]], second: Measurement) -> Iterator[None]:
+    """Say which layers a second pass should have called, where it fails as it called none of them (RuntimeError)."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not require grad" not in str(error) or not second.reached_nothing:
+            raise
+        names = ", ".join(layer.name for layer, _ in due)
+        raise RuntimeError(
+            f"The second pass called none of the layers that are due ({names}): they can't be measured where "
+            "they are used through F.linear, or were compiled before they were extended. Call the modules, or "
+            "leave these parameters to a torch.optim optimizer."
+        ) from error
 
 
 def first_pass(measurement: Measurement) -> None:

@@ -1,6 +1,6 @@
 """Momentum and step of all parameters, in place, without waiting for the device and in few operations."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,15 @@ def accumulate(momenta: Sequence[tuple[Tensor, Tensor]], group: dict[str, Any], 
                 flush_(M)
 
 
+def forget(momenta: Iterable[Tensor], gate: Gate) -> None:
+    """M ← 0, or M where the batch is not finite: of parameters that were frozen while others of their layer move.
+
+    Such a part of M would neither grow nor decay, and drive the others through H_G M H_A for ever.
+    """
+    for M in momenta:
+        M.mul_(gate.choose(0.0, 1.0, M))
+
+
 def apply(move: Move, gate: Gate) -> None:
     """Take a move, unless the batch is not finite."""
     p = move.p
@@ -121,10 +130,19 @@ def layer_momentum(layer: Layer, state: State) -> Tensor:
     return state["momentum"]
 
 
-def layer_parts(layer: Layer, W: Tensor) -> list[tuple[Tensor, Tensor]]:
+def moving_parts(layer: Layer, W: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Parameters of a layer that have a gradient, each with its columns of a matrix like W."""
+    return [(p, part) for p, part in _parts(layer, W) if p.grad is not None]
+
+
+def idle_parts(layer: Layer, W: Tensor) -> list[Tensor]:
+    """Columns of a matrix like W that belong to the layer's other parameters."""
+    return [part for p, part in _parts(layer, W) if p.grad is None]
+
+
+def _parts(layer: Layer, W: Tensor) -> list[tuple[Tensor, Tensor]]:
     inner = layer.geometry.d_in - layer.geometry.has_bias
     parts = [(layer.weight, W[..., :inner])]
     if layer.bias is not None:
         parts.append((layer.bias, W[..., inner]))
-    return [(p, part) for p, part in parts if p.grad is not None]
+    return parts

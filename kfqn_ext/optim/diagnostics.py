@@ -52,7 +52,7 @@ class LayerDiagnostics:
 
 def diagnose(layer: Layer, state: State, recipe: Recipe, damping: float) -> LayerDiagnostics:
     """Describe a layer's curvature. Decomposes the inverses, and waits for the device."""
-    if not blocks.is_started(state):
+    if not blocks.is_started(state) or blocks.is_empty(state):
         return LayerDiagnostics(layer.name, None, None, None)
     dampings = blocks.dampings(layer, state, recipe, damping)
     reference = layer.weight

@@ -18,7 +18,7 @@ class KFAC(KroneckerOptimizer):
     """KFAC with Fisher factors from sampled targets, moving averages and exact inverses.
 
     The stable form, :attr:`recipe`: a minibatch enters Ω and Γ before the step that it causes, and inverses are
-    recomputed often at first. :attr:`recipe_as_printed` is ``algo_1`` to the letter: the step first, and π from the
+    recomputed often at first. :attr:`recipe_as_printed` is ``algo_1`` as it is printed: the step first, and π from the
     traces. ``step`` takes a :class:`Minibatch`, which can sample targets.
 
     Example:
@@ -96,7 +96,10 @@ class KFAC(KroneckerOptimizer):
         inverse_update_freq: int = 20,
         weight_decay: float = 0.0,
     ) -> "KFAC":
-        """Build ``algo_1`` to the letter. It diverges at the paper's own best values on the MNIST autoencoder."""
+        """Build ``algo_1`` as it is printed. It diverges at the paper's own best values on the MNIST autoencoder.
+
+        ``algo_1`` is about layers alone; other parameters take the momentum direction at α, as in :class:`KFAC`.
+        """
         return cls(
             model,
             params,

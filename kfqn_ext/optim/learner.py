@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,10 @@ class LearningOptimizer(PlannedOptimizer):
         """See :class:`PlannedOptimizer`; ``reduction`` is what the loss does over the data of a batch."""
         self._reduction = reduction
         self._refreshing: Work = []
-        # Layers whose H_G has learned nothing, as shifts of their output are removed, and by which module.
-        self._normalized: dict[Layer, nn.Module] | None = None  # None: not looked for yet
-        self._spared: set[Layer] = set()  # those of them that need no output side in this step
+        # Layers' modules (which outlive a plan) whose H_G has learned nothing, as shifts of their output are removed,
+        # and by which module.
+        self._normalized: dict[nn.Module, nn.Module] | None = None  # None: not looked for yet
+        self._spared: set[nn.Module] = set()  # those of them that need no output side in this step
         cheaper = recipe.output_side.where_shifts_are_removed()
         self._spares = cheaper is not None
         self._recipe_of_normalized = replace(recipe, output_side=cheaper or recipe.output_side)
@@ -56,16 +58,21 @@ class LearningOptimizer(PlannedOptimizer):
         """
         layers = [layer for layer, _ in self._layers()]
         measured = measure_data(self._model, layers, self.recipe, self._reduction, loader, forward, progress)
+        self._forget_empty_state()
         for layer, group in self._layers():
-            if layer in measured:
-                self._start(layer, group, measured[layer])
+            if layer in measured and not self._start(layer, group, measured[layer]):
+                warn(
+                    f"warm_start: what layer {layer.name} saw is not finite, and its curvature was not made from it; "
+                    "it starts from the first minibatch instead. Look for NaN and inf in the data.",
+                    stacklevel=2,
+                )
 
     def _recipe_of(self, layer: Layer) -> Recipe:
-        return self._recipe_of_normalized if layer in self._spared else self.recipe
+        return self._recipe_of_normalized if layer.module in self._spared else self.recipe
 
     def _spare(self) -> None:
         """Find out which layers need no output side in the step that begins: modules change their mode."""
-        self._spared = {layer for layer, norm in (self._normalized or {}).items() if removes_shifts(norm)}
+        self._spared = {module for module, norm in (self._normalized or {}).items() if removes_shifts(norm)}
 
     @contextmanager
     def _look_for_normalizers(self, layers: Collection[nn.Module]) -> Iterator[Normalizers | None]:
@@ -82,22 +89,28 @@ class LearningOptimizer(PlannedOptimizer):
             self._normalized = {}
         elif bool(finite):
             candidates = [layer for layer, _ in due if layer.module in found]
-            self._normalized = {
-                layer: found[layer.module] for layer in candidates if self._needs_no_output_side(layer, first)
-            }
+            kept = [layer.module for layer in candidates if self._needs_no_output_side(layer, first)]
+            self._normalized = {module: found[module] for module in kept}
             self._spare()
 
     def _needs_no_output_side(self, layer: Layer, first: Measurement) -> bool:
         moments, seen = first.of(layer.module).moments, self.state[layer.weight].get("pairs_seen_G")
         return moments is not None and seen is not None and bool(is_noise(moments)) and not bool(seen[0].any())
 
-    def _start(self, layer: Layer, group: dict[str, Any], measured: Measured) -> None:
-        if not blocks.start(layer, self.state[layer.weight], self.recipe, group["damping"], measured):
-            self._rejected.add(layer)
+    def _start(self, layer: Layer, group: dict[str, Any], measured: Measured) -> bool:
+        """Make a layer's initial curvature, unless what was measured is not finite."""
+        state = self.state.get(layer.weight, {})
+        started = blocks.start(layer, state, self.recipe, group["damping"], measured)
+        if started:
+            self.state[layer.weight] = state
+            descent.layer_momentum(layer, state)
+        else:
+            self._rejected.add(layer.module)
+        return started
 
     def _probe(self, module: nn.Module, a_bar: Tensor) -> Tensor | None:
         weight: Any = module.weight
-        return self.recipe.input_side.probe(self.state[weight], a_bar)
+        return self.recipe.input_side.probe(self.state.get(weight, {}), a_bar)
 
     def _learn(self, due: Work, first: Measurement, second: Measurement | None, finite: Tensor, step: int) -> None:
         """Start what has no curvature yet, and let the rest learn, from the minibatch of step k."""
@@ -108,9 +121,10 @@ class LearningOptimizer(PlannedOptimizer):
                 if after.factors is not None:
                     self._start(layer, group, after)
             elif self._complete(layer, before, after):
-                if self._normalized and layer not in self._spared:
-                    self._normalized.pop(layer, None)
-                together[layer in self._spared, blocks.kin(layer)].append((layer, group["damping"], before, after))
+                spared = layer.module in self._spared
+                if self._normalized and not spared:
+                    self._normalized.pop(layer.module, None)
+                together[spared, blocks.kin(layer)].append((layer, group["damping"], before, after))
         for lessons in together.values():
             layers, dampings, firsts, seconds = zip(*lessons, strict=True)
             seen = Seen(firsts, seconds, finite.to(layers[0].weight.device), step)
@@ -155,11 +169,31 @@ class LearningOptimizer(PlannedOptimizer):
             if measured.A is not None and not blocks.is_started(self.state.get(layer.weight)):
                 self._start(layer, group, measured)
 
+    def _has_curvature(self) -> bool:
+        """Whether a layer has any, made from data."""
+        return not self._state_is_empty and any(blocks.is_started(self.state.get(w[0].weight)) for w in self._layers())
+
     def _refresh(self) -> None:
         for layer, group in self._refreshing:
             if blocks.is_started(self.state.get(layer.weight)):
                 blocks.refresh(layer, self.state[layer.weight], self.recipe, group["damping"])
         self._refreshing = []
+
+    def _is_asked_for_empty_state(self) -> bool:
+        """Whether this is ``torch.distributed.checkpoint``: a first step at rate and gradients of zero, for the keys.
+
+        A warm-up from a rate of zero has other gradients; nothing but such a first step looks at them.
+        """
+        if self.state or any(float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        gradients = self._gradients()
+        return bool(gradients) and not any(bool(g.any()) for g in gradients)
+
+    def _forget_empty_state(self) -> None:
+        """Before there is curvature: of an empty state, into which nothing was loaded."""
+        if self._state_is_empty:
+            self.state.clear()
+            self._state_is_empty = False
 
     def _make_empty_state(self) -> None:
         self._state_is_empty = True

@@ -34,7 +34,8 @@ class Minibatch:
 
         Args:
             model: The model.
-            loss_fn: Maps (model output, y) to a scalar, a mean over data unless the optimizer was told "sum".
+            loss_fn: Maps (model output, y) to a scalar, a mean over data unless the optimizer was told "sum". Where it
+                is a module, its own parameters get the gradient of the first pass alone; clearing it is up to you.
             x: The model's input; data along dimension 0 of a tensor.
             y: The targets.
             sample_targets: f(output, y, generator) -> targets from the predictive distribution, for optimizers that

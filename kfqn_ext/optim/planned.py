@@ -1,6 +1,6 @@
 """A ``torch.optim.Optimizer`` that knows the layers of its model: groups, schedules, checkpoints, description."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 from warnings import warn
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from kfqn_ext.optim import blocks, descent
+from kfqn_ext.extensions import extend
+from kfqn_ext.optim import blocks, descent, loading
 from kfqn_ext.optim.diagnostics import LayerDiagnostics, diagnose
 from kfqn_ext.optim.plan import Layer, Plan, make_plan
 from kfqn_ext.optim.recipe import Recipe
@@ -30,7 +31,7 @@ class PlannedOptimizer(Optimizer):
     recipe: Recipe
 
     def __init__(self, model: nn.Module, params: Any, recipe: Recipe, defaults: dict[str, Any]) -> None:
-        """Plan the treatment of every parameter; the model is not changed.
+        """Plan the treatment of every parameter, then extend the model.
 
         Args:
             model: The model.
@@ -47,7 +48,7 @@ class PlannedOptimizer(Optimizer):
         self._schedules: list[dict[str, Schedule]] = []
         self._warned: set[str] = set()
         self._state_is_empty = False  # its tensors have names and shapes, but were never measured
-        self._rejected: set[Layer] = set()  # measured in this step, but not finite
+        self._rejected: set[nn.Module] = set()  # layers measured in this step, but not finite
         self._rounded = RoundedInverses()
         self.recipe = recipe
         self._layout = f"{LAYOUT} {type(recipe.input_side).__name__} {type(recipe.output_side).__name__}"
@@ -62,7 +63,7 @@ class PlannedOptimizer(Optimizer):
             ValueError: If a hyperparameter is out of range or the group splits a layer.
         """
         step = self.param_groups[0]["step"] if self.param_groups else 0
-        super().add_param_group(param_group)
+        super().add_param_group(self._with_names(param_group))
         group = self.param_groups[-1]
         try:
             group["step"] = step
@@ -75,35 +76,48 @@ class PlannedOptimizer(Optimizer):
             raise
         self._schedules.append(schedules)
 
+    def _with_names(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Name the parameters of a group where those of the others have names: torch takes no mixture."""
+        params = group["params"]
+        if not self.param_groups or "param_names" not in self.param_groups[0] or isinstance(params, set):
+            return group
+        params = [params] if isinstance(params, Tensor) else list(params)
+        names: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
+        return {**group, "params": [(names.get(p, "?"), p) if isinstance(p, Tensor) else p for p in params]}
+
     def _replan(self) -> None:
         self._plan = make_plan(self._model, {p: i for i, g in enumerate(self.param_groups) for p in g["params"]})
+        extend(self._model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, keeping each tensor's own dtype.
+        """Load what ``state_dict`` returned, as precisely as the state of these parameters is kept.
 
-        ``torch.optim.Optimizer`` casts state to the parameter's dtype; inverses stay as precise as they were saved.
+        ``torch.optim.Optimizer`` casts state to the parameter's dtype; here that is float32 at least.
 
         Raises:
             ValueError: If the state is of another kind of optimizer, another version's, or another model's.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        self._check_loadable(state_dict, dict(zip(saved_ids, parameters, strict=False)))
+        self._check_loadable(state_dict, zip(saved_ids, parameters, strict=False))
         super().load_state_dict(state_dict)
         self._state_is_empty = False
         for saved_id, p in zip(saved_ids, parameters, strict=True):
             if p not in self.state:
                 continue
-            saved = {k: v for k, v in state_dict["state"][saved_id].items() if isinstance(v, Tensor)}
+            saved = state_dict["state"][saved_id]
             if blocks.is_empty(saved):
                 del self.state[p]
             else:
-                self.state[p] = {
-                    key: value.to("cpu" if key == "num_locations" else p.device, copy=True)
-                    for key, value in saved.items()
-                }
+                self.state[p] = loading.fitted(saved, p)
 
-    def _check_loadable(self, state_dict: dict[str, Any], parameters: dict[Any, Tensor]) -> None:
+    def _follow_parameters(self) -> None:
+        """Bring the state to where the parameters are, and to their dtype: after ``model.double()`` and its like."""
+        for p, state in self.state.items():
+            if not loading.is_fitted(state, p):
+                self.state[p] = loading.fitted(state, p)
+
+    def _check_loadable(self, state_dict: dict[str, Any], parameters: Iterable[tuple[Any, Tensor]]) -> None:
         found = {group.get("layout", "0, without a mark") for group in state_dict["param_groups"]}
         if found - {self._layout}:
             raise ValueError(
@@ -111,17 +125,12 @@ class PlannedOptimizer(Optimizer):
                 "(version, input side, output side): it was saved by another version of the package or by another "
                 "optimizer. Load it with that one; or load the model alone and start with fresh curvature (warm_start)."
             )
-        for saved_id, p in parameters.items():
-            momentum = state_dict["state"].get(saved_id, {}).get("momentum")
+        for saved_id, p in parameters:
             layer = self._planned.layers.get(p)
-            expected = tuple(p.shape) if layer is None else layer.geometry.matrix_shape
-            if isinstance(momentum, Tensor) and tuple(momentum.shape) != expected:
-                raise ValueError(
-                    f"The state has a momentum of shape {list(momentum.shape)} where this model needs "
-                    f"{list(expected)} (parameter {saved_id!r}, here of shape {list(p.shape)}): it is another model's, "
-                    "or its parameters come in another order. Build model and optimizer as they were built when the "
-                    "state was saved."
-                )
+            expected = loading.expected_state(p, layer, self.recipe)
+            whose = f"parameter {saved_id!r}, here of shape {list(p.shape)}"
+            whose = whose if layer is None else f"layer {layer.name}, {whose}"
+            loading.check_shapes(state_dict["state"].get(saved_id, {}), expected, whose)
 
     def diagnostics(self) -> list[LayerDiagnostics]:
         """Describe the curvature of every layer: pairs kept, damped and skipped, eigenvalues, dampings."""
@@ -155,7 +164,7 @@ class PlannedOptimizer(Optimizer):
         return [(layers[p], group) for group in self.param_groups for p in group["params"] if p in layers]
 
     def _apply_schedules(self) -> None:
-        """Set scheduled values for the step that begins; again does no harm."""
+        """Set scheduled values for the step that begins; again does no harm, and nothing looks further ahead."""
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             apply_schedules(group, schedules)
 
@@ -177,6 +186,7 @@ class PlannedOptimizer(Optimizer):
         """Move all parameters along their directions, unless the batch is not finite."""
         gate = descent.Gate(finite)
         for group in self.param_groups:
+            descent.forget(self._idle_momenta(group), gate)
             descent.accumulate(list(self._momenta(group)), group, gate)
         moves = [move for group in self.param_groups for move in self._directions(group)]
         if step_cap is not None and loss is not None:
@@ -190,11 +200,18 @@ class PlannedOptimizer(Optimizer):
         for p in group["params"]:
             layer = self._planned.layers.get(p)
             if layer is not None and self._has_gradient(layer):
-                for q, part in descent.layer_parts(layer, descent.layer_momentum(layer, self.state[p])):
+                for q, part in descent.moving_parts(layer, descent.layer_momentum(layer, self.state[p])):
                     assert q.grad is not None
                     yield part, q.grad.reshape(part.shape)
             elif p not in self._planned.covered and p.grad is not None:
                 yield descent.momentum_of(p, self.state[p]), p.grad
+
+    def _idle_momenta(self, group: dict[str, Any]) -> Iterator[Tensor]:
+        """Parts of a group's momenta whose parameter has no gradient, though its layer has one."""
+        for p in group["params"]:
+            layer = self._planned.layers.get(p)
+            if layer is not None and self._has_gradient(layer):
+                yield from descent.idle_parts(layer, descent.layer_momentum(layer, self.state[p]))
 
     @staticmethod
     def _has_gradient(layer: Layer) -> bool:
@@ -217,17 +234,17 @@ class PlannedOptimizer(Optimizer):
     ) -> Iterator[descent.Move]:
         state, rate = self.state[layer.weight], group["lr"]
         M = P = descent.layer_momentum(layer, state)
-        if blocks.is_started(state):
+        if blocks.is_started(state) and layer.weight.grad is not None:
             inverses = self._rounded.view(layer.weight, state, group["direction_dtype"])
             P = blocks.precondition(inverses, self._recipe_of(layer), M)
         else:
             rate = fallback_rate
-            if layer not in self._rejected:
+            if layer.module not in self._rejected:
                 self._warn_once(
-                    f"Layer {layer.name} has a gradient but was not measured (called through F.linear, or compiled "
-                    "before it was extended?); it takes the momentum direction."
+                    f"Layer {layer.name} has a gradient but was not measured (called through F.linear, compiled "
+                    "before it was extended, or its weight frozen?); it takes the momentum direction."
                 )
-        for (p, part), (_, m) in zip(descent.layer_parts(layer, P), descent.layer_parts(layer, M), strict=True):
+        for (p, part), (_, m) in zip(descent.moving_parts(layer, P), descent.moving_parts(layer, M), strict=True):
             yield descent.Move(p, part.reshape(p.shape), m, rate, group["lr"], shrink)
 
     def _warn_once(self, message: str) -> None:

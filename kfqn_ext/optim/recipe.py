@@ -54,3 +54,13 @@ class Recipe:
     split: splits.Split = splits.spatial
     second_pass: SecondPass = SecondPass.REPEAT_AFTER_STEP
     fallback_rate: Callable[[Rate, float], Rate] = over_damping
+
+    def __post_init__(self) -> None:
+        """Check that there is a second pass where a side learns from one."""
+        sides = [type(side).__name__ for side in (self.input_side, self.output_side) if side.second]
+        if sides and self.second_pass is SecondPass.NONE:
+            raise ValueError(
+                f"Invalid recipe: {' and '.join(sides)} learn from a second pass, and second_pass is NONE. Give the "
+                "second pass, or sides that need none: replace(KBFGS.recipe, output_side=ScaledIdentity(), "
+                "second_pass=SecondPass.NONE)."
+            )

@@ -13,23 +13,31 @@ from kfqn_ext.optim.shifts import removes_shifts
 
 
 class Replay:
-    """Repeats a forward-backward pass with the random numbers of the first and without traces of the second."""
+    """Repeats a forward-backward pass with torch's random numbers of the first and without traces of the second."""
 
     def __init__(self, model: nn.Module) -> None:
         """Prepare to replay passes of a model."""
         self._model = model
-        self._cpu_state: Tensor | None = None
-        self._cuda_states: dict[int, Tensor] = {}
+        self._states: dict[int | None, Tensor] = {}  # of the generators: of each CUDA device, and of the CPU under None
+        self._drew = False  # random numbers, in the last pass whose modules do not tell
 
     def record(self) -> None:
-        """Remember the state of the random number generators, before the first pass."""
-        self._cpu_state = torch.get_rng_state()
-        self._cuda_states = {device: torch.cuda.get_rng_state(device) for device in self._cuda_devices()}
+        """Remember the states of torch's random number generators, before the first pass."""
+        self._states = {device: _generator_state(device) for device in (None, *cuda_devices(self._model))}
+
+    def look_for_draws(self) -> None:
+        """Find out, after the first pass, whether it drew random numbers; states live on the host."""
+        if not self._mixes_data:
+            self._drew = any(not torch.equal(_generator_state(d), state) for d, state in self._states.items())
 
     @property
     def repeatable_in_part(self) -> bool:
-        """Whether the first data of a minibatch alone give what they gave within it."""
-        return not any(_depends_on_batch(module) for module in self._model.modules())
+        """Whether the first data of a minibatch alone give what they gave within it, for all that is known."""
+        return not self._drew and not self._mixes_data
+
+    @property
+    def _mixes_data(self) -> bool:
+        return any(_depends_on_batch(module) for module in self._model.modules())
 
     @contextmanager
     def repeat(self, layers: Iterable[nn.Module]) -> Iterator[None]:
@@ -44,28 +52,47 @@ class Replay:
         Yields:
             Nothing.
         """
-        parameters = list(self._model.parameters())
-        grads = [p.grad for p in parameters]
-        buffers = list(self._model.buffers())
-        saved = [b.clone() for b in buffers]
-        try:
-            for p in parameters:
-                p.grad = None
-            with torch.random.fork_rng(devices=list(self._cuda_states)), input_gradients_only(self._model, layers):
-                if self._cpu_state is not None:
-                    torch.set_rng_state(self._cpu_state)
-                for device, state in self._cuda_states.items():
-                    torch.cuda.set_rng_state(state, device)
-                yield
-        finally:
-            with torch.no_grad():
-                for b, value in zip(buffers, saved, strict=True):
-                    b.copy_(value)
-            for p, grad in zip(parameters, grads, strict=True):
-                p.grad = grad
+        devices = [device for device in self._states if device is not None]
+        with (
+            left_as_it_was(self._model),
+            torch.random.fork_rng(devices=devices),
+            input_gradients_only(self._model, layers),
+        ):
+            for device, state in self._states.items():
+                torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
+            yield
 
-    def _cuda_devices(self) -> set[int]:
-        return {p.device.index for p in self._model.parameters() if p.is_cuda}
+
+@contextmanager
+def left_as_it_was(module: nn.Module) -> Iterator[None]:
+    """Restore a module's buffers and every ``.grad`` afterwards; in the body there is no ``.grad`` at first.
+
+    A buffer that the body replaces by another tensor, as ``self.count = self.count + 1`` does, is put back.
+    """
+    grads = [(p, p.grad) for p in module.parameters()]
+    buffers = [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items()]
+    saved = [(b, b.clone()) for b in module.buffers()]
+    try:
+        for p, _ in grads:
+            p.grad = None
+        yield
+    finally:
+        with torch.no_grad():
+            for b, value in saved:
+                b.copy_(value)
+        for slots, name, buffer in buffers:
+            slots[name] = buffer
+        for p, grad in grads:
+            p.grad = grad
+
+
+def cuda_devices(model: nn.Module) -> list[int]:
+    """The CUDA devices that a model's parameters are on."""
+    return sorted({p.device.index for p in model.parameters() if p.is_cuda})
+
+
+def _generator_state(device: int | None) -> Tensor:
+    return torch.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
 
 
 def _depends_on_batch(module: nn.Module) -> bool:

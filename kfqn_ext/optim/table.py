@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from kfqn_ext.optim.plan import Row
+from kfqn_ext.optim.schedules import WRITTEN
+
+_HIDDEN = ("params", "param_names", "layout", WRITTEN)
 
 
 def render(name: str, groups: Sequence[dict[str, Any]], rows: Sequence[Row]) -> str:
     """Lay out hyperparameters by group and the treatment of every parameter."""
     lines = [f"{name} ("]
     for i, group in enumerate(groups):
-        values = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "param_names", "layout"))
+        values = ", ".join(f"{k}={v}" for k, v in group.items() if k not in _HIDDEN)
         lines.append(f"  group {i}: {values}")
     cells = [("parameter", "shape", "treatment", "how, or why")]
     cells += [(r.parameter, "×".join(map(str, r.shape)) or "scalar", r.treatment, r.reason) for r in rows]

@@ -1,7 +1,7 @@
 """Curvature over a whole data set, before training starts."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from kfqn_ext.optim import blocks
 from kfqn_ext.optim.measure import Measurement
 from kfqn_ext.optim.plan import Layer
 from kfqn_ext.optim.recipe import Recipe
+from kfqn_ext.optim.replay import cuda_devices, left_as_it_was
 from kfqn_ext.optim.sides import Measured
 
 
@@ -55,7 +56,7 @@ def measure_data(
     run = forward or partial(_run, model, layers[0].weight.device)
     averages: dict[tuple[Layer, str], Any] = {}
     count = 0
-    with _left_as_it_was(model):
+    with left_as_it_was(model), torch.random.fork_rng(devices=cuda_devices(model)):
         for batch in tqdm(loader, desc="warm start", disable=not progress, leave=False):
             seen = (
                 _inputs(layers, run, batch)
@@ -127,17 +128,3 @@ def _blend(old: Any, new: Any) -> Any:
         values[field.name] = a.lerp_(b, share) if isinstance(a, Tensor) else a + share * (b - a)
     values["num_data"] = old.num_data + new.num_data
     return type(old)(**values)
-
-
-@contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and random numbers afterwards."""
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    devices = {p.device.index for p in model.parameters() if p.is_cuda}
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            yield
-    finally:
-        with torch.no_grad():
-            for b, value in buffers:
-                b.copy_(value)

@@ -63,7 +63,7 @@ def ready(model: nn.Module) -> nn.Module:
 
 def found(optimizer: KroneckerOptimizer) -> set[str]:
     assert optimizer._normalized is not None
-    return {layer.name for layer in optimizer._normalized}
+    return {name for name, module in optimizer._model.named_modules() if module in optimizer._normalized}
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
@@ -117,7 +117,10 @@ def test_found_in_real_networks(build: Callable[..., nn.Module]) -> None:
 
 MAKERS: dict[str, Any] = {
     "KBFGS": lambda model: KBFGS(model, **COMMON),
-    "KBFGSL": lambda model: KBFGSL(model, history_size=3, **COMMON),
+    "KBFGSL": lambda model: KBFGSL(model, history_size=3, **COMMON),  # a compact form would be rounded otherwise
+    "KBFGSL, other dampings": lambda model: KBFGSL(
+        model, history_size=3, **COMMON | {"damping": lambda k: 0.5 * 2 ** (k % 3)}
+    ),
     "KBFGS20": lambda model: KBFGS20(model, **COMMON),
     "bfloat16": lambda model: KBFGS(model, direction_dtype=torch.bfloat16, **COMMON),
 }
@@ -139,6 +142,29 @@ def test_nothing_else_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(found(optimizer)) == spare
         runs.append([*model.parameters(), *(optimizer.state[model[0].weight][key] for key in ("H_A", "s_G"))])
     assert all(torch.equal(p, q) for p, q in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("history_size", [1, 3], ids=["compact", "dense"])
+def test_a_spared_layer_follows_the_damping(history_size: int) -> None:
+    """H_G = I / λ_G in the direction, in what diagnostics say, and in the first direction without the normalization."""
+    torch.manual_seed(0)
+    model: Any = ready(conv_net(nn.BatchNorm2d(4)))
+    damping = {1: 1.0, 2: 16.0}
+    optimizer = KBFGSL(model, history_size=history_size, **COMMON | {"damping": lambda k: damping.get(k, 4.0)})
+    for k in (1, 2):
+        optimizer.step(batch(model, k))
+        assert found(optimizer) == {"0"}
+        G = optimizer.diagnostics()[0].G
+        scale = 14 / damping[k] ** 0.5  # 14 × 14 locations: λ_G = √λ / 14
+        assert G is not None and G.smallest == pytest.approx(scale) and G.largest == pytest.approx(scale)
+        assert 1 / G.damping == pytest.approx(scale)
+    model[1].eval()
+    optimizer.param_groups[0]["curvature_update_freq"] = 100  # a step in which nothing is learned any more
+    state, W = optimizer.state[model[0].weight], model[0].weight.detach().clone()
+    H_A = state["H_A"].clone()
+    optimizer.step(batch(model, 3))
+    P = 14 / 4.0 * (state["momentum"] @ H_A)[:, :27].reshape(W.shape)  # of the damping that it was formed with
+    torch.testing.assert_close(model[0].weight.detach(), W - 0.05 * P, rtol=1e-5, atol=1e-6)
 
 
 def test_the_second_pass_goes_no_deeper_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ MAKERS: dict[str, Any] = {
         model, **COMMON | {"lr": torch.tensor(0.05, device="cpu"), "weight_decay": 1e-3}
     ),
     "KBFGS, step cap": lambda model: KBFGS(model, step_cap=1.0, **COMMON),
+    "KBFGS, curvature from a part": lambda model: KBFGS(model, second_pass_fraction=0.5, **COMMON),
     "KBFGSL": lambda model: KBFGSL(model, history_size=2, **COMMON),
     "KBFGSL, long": lambda model: KBFGSL(model, history_size=100, **COMMON),
     "KBFGS20": lambda model: KBFGS20(model, **COMMON),
@@ -35,6 +36,7 @@ MAKERS: dict[str, Any] = {
     ),
 }
 # What makes the host wait: reading a number, and results whose shape depends on numbers.
+HOST = (torch.int64, torch.uint8)  # counts, and states of random number generators
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "allclose"}
 
 
@@ -47,7 +49,7 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in READS and args[0].data_ptr() not in self.on_host and args[0].dtype != torch.int64:
+        if name in READS and args[0].data_ptr() not in self.on_host and args[0].dtype not in HOST:
             self.found.append(name)
         return func(*args, **(kwargs or {}))
 

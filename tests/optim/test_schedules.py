@@ -126,7 +126,7 @@ def test_a_schedule_equals_setting_the_values_by_hand(cls: Any) -> None:
         torch.manual_seed(k)
         by_hand.step(batch(twin))
         assert equal(model, twin)
-        assert scheduled.param_groups[0]["lr"] == rates(k + 1)  # what the next step takes, for anyone to read
+        assert scheduled.param_groups[0]["lr"] == rates(k)  # what the step took, for anyone to read
 
 
 def test_groups_have_their_own_schedules() -> None:
@@ -150,10 +150,10 @@ def test_a_group_that_comes_later_starts_its_schedule_at_the_common_step() -> No
     for _ in range(4):
         optimizer.step(batch(model))
     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": rates, "damping": dampings})
-    assert [g["lr"] for g in optimizer.param_groups] == [rates(5), rates(5)]
+    assert [g["lr"] for g in optimizer.param_groups] == [rates(4), rates(5)]
     assert [g["damping"] for g in optimizer.param_groups] == [1.0, dampings(5)]
     optimizer.step(batch(model))
-    assert [g["lr"] for g in optimizer.param_groups] == [rates(6), rates(6)]
+    assert [g["lr"] for g in optimizer.param_groups] == [rates(5), rates(5)]
 
 
 def test_the_theorem_s_step_sizes_are_a_schedule() -> None:
@@ -161,8 +161,8 @@ def test_the_theorem_s_step_sizes_are_a_schedule() -> None:
     steps = theorem_step_sizes(0.5, 2.0, 1.0, 0.6)
     optimizer = ProvableKBFGSL(model, lr=steps)
     for k in range(1, 4):
-        assert optimizer.param_groups[0]["lr"] == steps(k)
         optimizer.step(batch(model))
+        assert optimizer.param_groups[0]["lr"] == steps(k)
 
 
 def test_a_damping_schedule_reaches_both_sides() -> None:
@@ -211,11 +211,11 @@ def test_a_resumed_run_continues_its_schedules(cls: Any) -> None:
     twin.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     torch.set_rng_state(saved["rng"])
-    assert resumed.param_groups[0]["lr"] == rates(6)
+    assert resumed.param_groups[0]["lr"] == rates(5)
     for _ in range(5):
         resumed.step(batch(twin))
     assert equal(model, twin)
-    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == rates(11)
+    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == rates(10)
 
 
 # ------------------------------------------------------------------ bad schedules

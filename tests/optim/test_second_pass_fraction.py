@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from backpack import backpack
 from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
 
 from kfqn_ext import extend
 from kfqn_ext.extensions import KBFGSQuantities
@@ -167,6 +168,70 @@ def test_modules_that_look_at_the_batch_get_all_of_it(module: nn.Module, monkeyp
     assert sizes.found == {model[2]: [4, 4], model[0]: [4, 4]}
 
 
+class FunctionalDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training)
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = x[:, None].expand(-1, 3, -1)
+        return super().forward(x, x, x, need_weights=False)[0].mean(1)
+
+
+DRAWING: dict[str, Callable[[], nn.Module]] = {
+    "F.dropout": FunctionalDropout,
+    "RReLU": nn.RReLU,
+    "StochasticDepth": lambda: StochasticDepth(0.5, "row"),
+    "attention": lambda: Attention(6, 2, dropout=0.5, batch_first=True),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", DRAWING)
+def test_modules_that_draw_random_numbers_get_all_of_the_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No module need be known for it: the generators tell. The first such pass was of a part and teaches nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), DRAWING[name](), nn.Linear(6, 6), DRAWING[name](), nn.Linear(6, 3))
+    optimizer = KBFGSL(model, second_pass_fraction=0.5, **COMMON | {"lr": 0.0})
+    sizes = Sizes(monkeypatch)
+    minibatch = Minibatch(model, F.cross_entropy, torch.randn(8, 4), torch.arange(8) % 3)
+    last = model[4]
+    for expected in ([4], [8, 8], [8, 8]):
+        sizes.found.clear()
+        optimizer.step(minibatch)
+        assert sizes.found[last] == expected
+    state = optimizer.state[last.weight]
+    assert not state["s_G"].any() and not state["y_G"].any()  # nothing moved, so both passes agree
+    assert state["pairs_seen_A"].sum() == 2
+    model.eval()
+    for expected in ([8, 8], [4, 4]):  # the last step of this kind finds out that there is nothing to draw any more
+        sizes.found.clear()
+        optimizer.step(minibatch)
+        assert sizes.found[last] == expected
+    assert not state["s_G"].any()
+
+
+def test_random_numbers_of_a_closure_count_too() -> None:
+    """Noise on the data: the first rows of a part's noise are not those of the whole's."""
+    torch.manual_seed(0)
+    model = net()
+
+    class Noisy(Minibatch):
+        def loss(self) -> Tensor:
+            noise = torch.randn_like(self.x.flip(0)).flip(0)
+            return self._checked(self.loss_fn(self.model(self.x + noise), self.y))
+
+        def part(self, share: float) -> "Noisy":
+            part = super().part(share)
+            return Noisy(part.model, part.loss_fn, part.x, part.y)
+
+    optimizer = KBFGS(model, second_pass_fraction=0.4, **COMMON | {"lr": 0.0})
+    for k in range(3):
+        optimizer.step(Noisy(model, F.cross_entropy, *data(k)))
+    assert not optimizer.state[model[3].weight]["s_G"].any()
+
+
 def test_without_a_second_pass_every_closure_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     recipe = replace(KBFGS.recipe, output_side=ScaledIdentity(), second_pass=SecondPass.NONE)
@@ -184,3 +249,21 @@ def test_closures_without_parts_are_refused() -> None:
         optimizer.step(lambda: F.cross_entropy(model(data(0)[0]), data(0)[1]))
     with pytest.raises(TypeError, match="can't take a part of dict"):
         Minibatch(model, F.cross_entropy, {"x": 1}, None).part(0.5)
+
+
+@pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
+def test_data_that_cannot_be_cut_are_refused_before_the_step(cls: Any) -> None:
+    class OfDictionaries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.linear(batch["x"])
+
+    model = OfDictionaries()
+    optimizer, before = cls(model, lr=0.1, damping=1.0, second_pass_fraction=0.5), model.linear.weight.detach().clone()
+    with pytest.raises(TypeError, match="can't take a part of dict.*second_pass_fraction=1.0"):
+        optimizer.step(Minibatch(model, F.cross_entropy, {"x": torch.randn(6, 4)}, torch.arange(6) % 3))
+    assert torch.equal(model.linear.weight, before) and not optimizer.state
+    assert optimizer.param_groups[0]["step"] == 0 and model.linear.weight.grad is None

@@ -157,6 +157,81 @@ def test_it_needs_the_loss() -> None:
     assert torch.equal(flat(model), before)
 
 
+@pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
+def test_a_loss_that_is_a_number_is_as_good_as_a_tensor(cls: Any) -> None:
+    def run_with(of: Any) -> Tensor:
+        model = net()
+        optimizer = cls(model, lr=0.3, damping=0.5, step_cap=1e-3)
+        for k in range(3):
+
+            class Returns(Minibatch):
+                def __call__(self) -> Any:
+                    return of(super().__call__())
+
+            minibatch = batch(model, k)
+            torch.manual_seed(k)
+            optimizer.step(Returns(model, F.cross_entropy, minibatch.x, minibatch.y))
+        return flat(model)
+
+    expected = run_with(lambda loss: loss)
+    for of in (float, lambda loss: loss.reshape(1), lambda loss: loss.reshape(1, 1)):
+        assert torch.equal(run_with(of), expected)
+
+
+NO_LOSSES = {"None": None, "a vector": torch.ones(2), "a dictionary": {"loss": 1.0}, "a text": "0.5"}
+
+
+@pytest.mark.parametrize("found", NO_LOSSES)
+@pytest.mark.parametrize("cls", [KBFGS, KFAC])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_is_no_loss_is_refused_before_anything_changes(cls: Any, steps: int, found: str) -> None:
+    model = net()
+    optimizer = cls(model, lr=0.3, damping=0.5, step_cap=1.0)
+
+    class Odd(Minibatch):
+        def __call__(self) -> Any:
+            super().__call__()
+            return NO_LOSSES[found]
+
+    good = Minibatch(model, F.cross_entropy, batch(model, 0).x, batch(model, 0).y)
+    for _ in range(steps):
+        optimizer.step(good)
+    before, state = flat(model), copy.deepcopy(list(optimizer.state.values()))
+    with pytest.raises(RuntimeError, match="step_cap compares the step with the loss.*one number, not"):
+        optimizer.step(Odd(model, F.cross_entropy, good.x, good.y))
+    assert torch.equal(flat(model), before)
+    for old, new in zip(state, optimizer.state.values(), strict=True):
+        assert all(torch.equal(old[key], new[key]) for key in new)
+    optimizer.step(good)
+    assert not torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("number", [False, True])
+def test_a_loss_that_is_not_finite_is_a_bad_batch(cls: Any, value: float, number: bool) -> None:
+    """Though its gradients are finite: nothing changes, with one warning."""
+    model = net()
+    optimizer = cls(model, lr=0.3, damping=0.5, step_cap=1.0)
+    good = Minibatch(model, F.cross_entropy, batch(model, 0).x, batch(model, 0).y)
+
+    class Bad(Minibatch):
+        def __call__(self) -> Any:
+            loss = super().__call__() * value
+            return float(loss) if number else loss
+
+    for _ in range(2):
+        optimizer.step(good)
+    before, state = flat(model), copy.deepcopy(list(optimizer.state.values()))
+    with pytest.warns(UserWarning, match="a loss, that is not finite") as said:
+        optimizer.step(Bad(model, F.cross_entropy, good.x, good.y))
+    assert len(said) == 1 and torch.equal(flat(model), before)
+    for old, new in zip(state, optimizer.state.values(), strict=True):
+        assert all(torch.equal(old[key], new[key]) for key in new)
+    optimizer.step(good)
+    assert not torch.equal(flat(model), before) and flat(model).isfinite().all()
+
+
 def test_a_closure_that_returns_no_loss_is_told_so() -> None:
     model = net()
     optimizer, before = plain(model, step_cap=1.0), flat(model)

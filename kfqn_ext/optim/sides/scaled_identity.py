@@ -40,6 +40,8 @@ class ScaledIdentity(OutputSide):
         for state, scale in zip(states, self.initial(damping), strict=True):
             if "gamma_G" in state:
                 state["gamma_G"].copy_(scale)
+                if "H_G" in state:  # which a limited-memory side forms where it is small; here from no pair, as γI
+                    state["H_G"].diagonal(dim1=-2, dim2=-1).copy_(scale.unsqueeze(-1))
 
     def precondition(self, state: State, M: Tensor) -> Tensor:  # noqa: D102
         # A dense secant side has started with the number on the diagonal of its H_G.

@@ -1,0 +1,129 @@
+"""A weight or a bias that is frozen while its layer trains: it drives nothing, whatever momentum it had."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch
+from tests.cases import assert_close
+
+F64 = torch.float64
+X, Y = torch.randn(16, 4, dtype=F64, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3
+LR, DAMPING, BETA, DECAY = 0.1, 0.7, 0.9, 0.01
+each = pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
+
+
+def started(cls: Any, steps: int = 3) -> tuple[Any, Any]:
+    """A model whose layers have curvature and a momentum."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = cls(model, lr=LR, damping=DAMPING, momentum=BETA, weight_decay=DECAY)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Layer 0 has a gradient but was not measured")
+        optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
+
+
+def inverses(optimizer: Any, layer: Any) -> tuple[Tensor, Tensor]:
+    state, side = optimizer.state[layer.weight], optimizer.recipe
+    return (
+        side.output_side.precondition(state, torch.eye(5, dtype=F64)).clone(),
+        side.input_side.precondition(state, torch.eye(5, dtype=F64)).clone(),
+    )
+
+
+@each
+def test_a_frozen_bias_takes_no_part_in_the_direction(cls: Any) -> None:
+    """Dense: M = [M_w, 0], and the weight's columns of P = H_G M H_A."""
+    model, optimizer = started(cls)
+    layer = model[0]
+    layer.bias.requires_grad_(False)
+    M, bias = optimizer.state[layer.weight]["momentum"].clone(), layer.bias.detach().clone()
+    assert M[:, 4].any()
+    M[:, 4] = 0
+    for group in optimizer.param_groups:  # H is what it is: P can be formed from it before the step
+        group.update(curvature_update_freq=1000, inverse_update_freq=1000)
+    for _ in range(4):
+        W, (H_G, H_A) = layer.weight.detach().clone(), inverses(optimizer, layer)
+        step(model, optimizer)
+        M[:, :4] = BETA * M[:, :4] + layer.weight.grad
+        assert_close(layer.weight.detach(), W - LR * ((H_G @ M @ H_A)[:, :4] + DECAY * W), 1e-12)
+        assert torch.equal(layer.bias, bias)
+    assert_close(optimizer.state[layer.weight]["momentum"], M, 1e-12)
+
+
+@each
+def test_beside_a_frozen_weight_the_bias_takes_its_momentum(cls: Any) -> None:
+    """Dense: p = m at the fallback rate, α/λ or KFAC's α; not the column of H_G M H_A with the weight's M in it."""
+    model, optimizer = started(cls)
+    layer = model[0]
+    layer.weight.requires_grad_(False)
+    m, weight = optimizer.state[layer.weight]["momentum"][:, 4].clone(), layer.weight.detach().clone()
+    rate = LR if cls is KFAC else LR / DAMPING
+    for _ in range(4):
+        b = layer.bias.detach().clone()
+        step(model, optimizer)
+        m = BETA * m + layer.bias.grad
+        assert_close(layer.bias.detach(), b - rate * m - LR * DECAY * b, 1e-12)
+        assert torch.equal(layer.weight, weight)
+
+
+def test_a_frozen_weight_is_told_of() -> None:
+    model, optimizer = started(KBFGS)
+    model[0].weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="Layer 0 .*its weight frozen.*takes the momentum direction"):
+        optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
+
+
+@each
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_without_gradients_the_rest_comes_to_rest(cls: Any, frozen: str) -> None:
+    model, optimizer = started(cls)
+    for group in optimizer.param_groups:
+        group.update(curvature_update_freq=1000, inverse_update_freq=1000, weight_decay=0.0)
+    getattr(model[0], frozen).requires_grad_(False)
+
+    def rest() -> None:
+        with optimizer.first_pass():
+            optimizer.zero_grad()
+            (0 * F.cross_entropy(model(X), Y)).backward()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(400):
+            rest()
+        before = [p.detach().clone() for p in model.parameters()]
+        rest()
+    assert all((p - q).abs().max() < 1e-15 for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_bad_batch_after_freezing_changes_nothing(frozen: str) -> None:
+    """The part of M that is to go stays until a batch is good."""
+    model, optimizer = started(KBFGS)
+    getattr(model[0], frozen).requires_grad_(False)
+    before = {key: value.clone() for key, value in optimizer.state[model[0].weight].items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step(Minibatch(model, F.cross_entropy, X * float("nan"), Y))
+    assert all(torch.equal(value, before[key]) for key, value in optimizer.state[model[0].weight].items())
+
+
+def test_a_bias_that_trains_again_starts_from_rest() -> None:
+    model, optimizer = started(KBFGS)
+    model[0].bias.requires_grad_(False)
+    step(model, optimizer)
+    assert not optimizer.state[model[0].weight]["momentum"][:, 4].any()
+    model[0].bias.requires_grad_(True)
+    step(model, optimizer)
+    assert torch.equal(optimizer.state[model[0].weight]["momentum"][:, 4], model[0].bias.grad)

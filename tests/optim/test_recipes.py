@@ -1,0 +1,24 @@
+"""A recipe whose cells do not fit together says so where it is written."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kfqn_ext.optim import KBFGS, KBFGSL, KFAC
+from kfqn_ext.optim.recipe import SecondPass
+from kfqn_ext.optim.sides import GammaInverse, ScaledIdentity
+
+
+@pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
+def test_a_side_that_learns_from_a_second_pass_needs_one(cls: Any) -> None:
+    side = type(cls.recipe.output_side).__name__
+    with pytest.raises(ValueError, match=rf"{side} learn.* second_pass is NONE.*output_side=ScaledIdentity"):
+        replace(cls.recipe, second_pass=SecondPass.NONE)
+    with pytest.raises(ValueError, match="GammaInverse learn"):
+        replace(KBFGS.recipe, output_side=GammaInverse(), second_pass=SecondPass.NONE)
+
+
+def test_sides_without_one_are_fine() -> None:
+    recipe = replace(KBFGS.recipe, output_side=ScaledIdentity(), second_pass=SecondPass.NONE)
+    assert recipe.second_pass is SecondPass.NONE
