@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -45,14 +46,19 @@ class Estimate:
         return f"{self.value:.4g} ± {self.standard_error:.1g}"
 
 
-def jackknife(samples: Tensor, function: Callable[[Tensor], Tensor]) -> Estimate:
+def jackknife(
+    samples: Tensor, function: Callable[[Tensor], Tensor], lowest: float = -inf, highest: float = inf
+) -> Estimate:
     """Estimate a smooth function of means, and its standard error by leaving out one sample at a time.
 
-    The value is corrected for the bias that a nonlinear function of means has, to first order.
+    The value is corrected for the bias that a nonlinear function of means has, to first order. With few samples the
+    correction overshoots: the value is held to what is possible.
 
     Args:
         samples: One row a probe, [m, k].
         function: Maps means [..., k] to numbers [...].
+        lowest: Least possible value.
+        highest: Greatest possible value.
 
     Returns:
         The estimate.
@@ -67,8 +73,9 @@ def jackknife(samples: Tensor, function: Callable[[Tensor], Tensor]) -> Estimate
     mean = samples.mean(0)
     left_out = function((m * mean - samples) / (m - 1))
     error = ((m - 1) / m * (left_out - left_out.mean()).square().sum()).sqrt()
-    value = m * function(mean) - (m - 1) * left_out.mean()
-    return Estimate(float(value), float(error), m)
+    corrected = m * function(mean) - (m - 1) * left_out.mean()
+    value = torch.where(corrected.isfinite(), corrected, function(mean))
+    return Estimate(float(value.clamp(lowest, highest)), float(error), m)
 
 
 @dataclass(frozen=True)
@@ -106,8 +113,8 @@ class Probed:
         return cls(inner)
 
     def norm(self, i: int) -> Estimate:
-        """‖M_i‖_F."""
-        return jackknife(self.inner[:, i, i].unsqueeze(-1), lambda mean: mean[..., 0].sqrt())
+        """‖M_i‖_F, at least 0."""
+        return jackknife(self.inner[:, i, i].unsqueeze(-1), lambda mean: mean[..., 0].sqrt(), lowest=0.0)
 
     def inner_product(self, i: int, j: int) -> Estimate:
         """⟨M_i, M_j⟩_F, Hutchinson's estimate of tr(M_i M_j)."""
@@ -118,9 +125,11 @@ class Probed:
         return self.ratio({i: 1.0, exact: -1.0} if i != exact else {}, {exact: 1.0})
 
     def ratio(self, top: Mapping[int, float], bottom: Mapping[int, float]) -> Estimate:
-        """‖Σ c_i M_i‖_F / ‖Σ d_i M_i‖_F for two combinations, each a coefficient by position."""
+        """‖Σ c_i M_i‖_F / ‖Σ d_i M_i‖_F for two combinations, coefficients by position; at least 0, 0 / 0 is 0."""
         squares = torch.stack((self._square(top), self._square(bottom)), -1)
-        return jackknife(squares, lambda mean: (mean[..., 0] / mean[..., 1]).sqrt())
+        return jackknife(
+            squares, lambda mean: torch.where(mean[..., 0] == 0, 0.0, mean[..., 0] / mean[..., 1]).sqrt(), lowest=0.0
+        )
 
     def _square(self, combination: Mapping[int, float]) -> Tensor:
         c = torch.zeros(self.inner.shape[-1], dtype=torch.float64)
@@ -129,6 +138,6 @@ class Probed:
         return torch.einsum("i,mij,j->m", c, self.inner, c).clamp(min=0)
 
     def cosine(self, i: int, exact: int = 0) -> Estimate:
-        """⟨M_i, B⟩_F / (‖M_i‖_F ‖B‖_F)."""
+        """⟨M_i, B⟩_F / (‖M_i‖_F ‖B‖_F), within ±1; NaN with a zero matrix."""
         parts = torch.stack((self.inner[:, i, exact], self.inner[:, i, i], self.inner[:, exact, exact]), -1)
-        return jackknife(parts, lambda mean: mean[..., 0] / (mean[..., 1] * mean[..., 2]).sqrt())
+        return jackknife(parts, lambda mean: mean[..., 0] / (mean[..., 1] * mean[..., 2]).sqrt(), -1.0, 1.0)

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from kfqn_ext.curvature.entry import measuring
 from kfqn_ext.curvature.problem import LayerLoss, LossFn
 from kfqn_ext.curvature.products import GGNProduct, HessianProduct, OutputHessian
 from kfqn_ext.curvature.vec import check_order, torch_vec, vec
-from kfqn_ext.linalg import full_precision
 
 MEMORY_BUDGET = 2**30
 
 
-@full_precision()
+@measuring()
 def exact_block(
     model: nn.Module,
     loss_fn: LossFn,
@@ -45,7 +45,7 @@ def exact_block(
 
     Args:
         model: The model; it is left untouched.
-        loss_fn: Maps (model output, y) to a scalar f.
+        loss_fn: Maps (model output, y) to a scalar f. A module's parameters and buffers are cast with the model's.
         x: The model's input.
         y: The targets.
         layer: A linear or convolutional layer, by its name in the model or itself; frozen or not.
@@ -60,7 +60,7 @@ def exact_block(
         The block; symmetric up to rounding.
 
     Raises:
-        ValueError: If the model has no such layer, the loss is no scalar, or ``order`` is unknown.
+        ValueError: If the model has no such layer, the loss is no finite scalar, or ``order`` is unknown.
         UnsupportedLayerError: If the layer cannot be measured as ``h_t = W a_t``.
         MemoryError: If the matrix is larger than the budget; :func:`estimate_curvature` forms none.
     """
@@ -70,7 +70,7 @@ def exact_block(
     return form(problem, HessianProduct(problem), order, progress)
 
 
-@full_precision()
+@measuring()
 def exact_ggn_block(
     model: nn.Module,
     loss_fn: LossFn,
@@ -114,7 +114,7 @@ def exact_ggn_block(
     return form(problem, GGNProduct(problem), order, progress)
 
 
-@full_precision()
+@measuring()
 def exact_output_hessians(
     model: nn.Module,
     loss_fn: LossFn,
@@ -189,7 +189,9 @@ def form(
     return matrix
 
 
-def check_budget(problem: LayerLoss, memory_budget: int, order: str = "paper", matrices: int = 1) -> None:
+def check_budget(
+    problem: LayerLoss, memory_budget: int, order: str = "paper", matrices: int = 1, more: int = 0
+) -> None:
     """Refuse to form matrices of a layer's size beyond a memory budget.
 
     Args:
@@ -197,6 +199,7 @@ def check_budget(problem: LayerLoss, memory_budget: int, order: str = "paper", m
         memory_budget: Bytes.
         order: As :func:`exact_block`.
         matrices: How many of them are held at a time.
+        more: Numbers held beside them.
 
     Raises:
         MemoryError: If they are larger.
@@ -205,14 +208,20 @@ def check_budget(problem: LayerLoss, memory_budget: int, order: str = "paper", m
     p = geometry.d_in * geometry.d_out
     entries = geometry.groups * p**2 if order == "paper" else (geometry.groups * p) ** 2
     what = f"The Hessian block of layer {problem.name} ({geometry.groups * p} parameters"
-    what += f", {matrices} matrices of its size)" if matrices > 1 else ")"
-    _refuse_if_larger(what, matrices * entries * problem.W.element_size(), memory_budget)
+    what += f", {matrices} matrices of its size" if matrices > 1 else ""
+    what += f" and {more} numbers for the Hessian by its outputs)" if more else ")"
+    _refuse_if_larger(what, (matrices * entries + more) * problem.W.element_size(), memory_budget)
 
 
 def _refuse_if_larger(what: str, size: int, budget: int) -> None:
     if size > budget:
         raise MemoryError(
-            f"{what} takes {size / 2**30:.2f} GiB, and memory_budget is {budget / 2**30:.2f} GiB. Use "
+            f"{what} takes {mebibytes(size)}, and memory_budget is {mebibytes(budget)}. Use "
             "kfqn_ext.curvature.estimate_curvature, which forms no such matrix, or raise memory_budget, or choose "
             "dtype=torch.float32."
         )
+
+
+def mebibytes(size: int) -> str:
+    """A number of bytes in MiB, to three digits."""
+    return f"{size / 2**20:,.0f} MiB" if size >= 100 * 2**20 else f"{size / 2**20:.3g} MiB"

@@ -8,20 +8,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kfqn_ext.curvature.problem import LayerLoss
-from kfqn_ext.curvature.products import OutputHessian, loss_hessian, one_tensor
+from kfqn_ext.curvature.products import OutputHessian, couples_data, loss_hessian, one_tensor
 from kfqn_ext.linalg import compact_matrix
 
 
 class HasState(Protocol):
-    """An optimizer as this package sees it: state by parameter, and groups with hyperparameters."""
+    """An optimizer as this package sees it: state by parameter; ``param_groups`` are looked at where it has them."""
 
     @property
     def state(self) -> Mapping[Any, Any]:
         """State by parameter."""
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of parameters."""
+
+NOT_CONVEX = (
+    "The loss is not convex in the model's output: Gauss-Newton and Γ are made of its Hessian there, negative "
+    "eigenvalues included, and are no Fisher matrices."
+)
 
 
 def gram(a: Tensor) -> Tensor:
@@ -60,79 +62,105 @@ def sampled_output_factor(hessian: OutputHessian, probes: int, progress: bool = 
     return (G + G.mT) / 2
 
 
-def output_hessian_roots(problem: LayerLoss, z: Tensor) -> Tensor:
-    """S with S Sᵀ = the Hessian of one datum's loss by its output z(n), for all data: [N, K, K].
+def outputs_by_datum(problem: LayerLoss, hessian: OutputHessian) -> Tensor:
+    """The model's output, detached, where its N equal parts are the N data's outputs, in their order.
 
-    Negative eigenvalues, which a convex loss has none of, are left out.
+    Raises:
+        TypeError: If the output is not one tensor.
+        ValueError: If its rows are not the data's, or the loss compares data.
+    """
+    z, N = one_tensor(hessian.output).detach(), hessian.a.shape[0]
+    if z.numel() % N == 0:
+        rows, loss = z.reshape(N, -1), loss_hessian(problem, z)
+        apart = not couples_data(lambda v: loss(v.reshape(z.shape)).reshape(N, -1), rows)
+        # Where the model itself couples data, a row reaches them all.
+        if apart and (hessian.coupled or not couples_data(lambda v: hessian.pull_output(v.reshape(z.shape)), rows)):
+            return z
+    raise ValueError(
+        f"The loss of the model's output {list(z.shape)} is not one of {N} data apart, in their order: Γ and "
+        "Gauss-Newton's roots are left out. curvature_ladder needs no such order."
+    )
+
+
+Roots = list[tuple[float, Tensor]]
+"""Matrices S with a sign σ, for Σ σ S Sᵀ: a positive part, and a negative one where there is any."""
+
+
+def output_hessian_roots(problem: LayerLoss, z: Tensor, N: int) -> Roots:
+    """S with Σ σ S Sᵀ = the Hessian of one datum's loss by its output z(n), for all data.
+
+    Args:
+        problem: The layer.
+        z: The model's output, as :func:`outputs_by_datum`: N · K numbers.
+        N: The number of data.
+
+    Returns:
+        S [N, K, K] with σ = 1; also with σ = -1 where the loss is not convex.
     """
     product = loss_hessian(problem, z)
-    N, K = z.shape[0], z[0].numel()
+    K = z.numel() // N
     H = z.new_empty(N, K, K)
     for k in range(K):
         v = z.new_zeros(N, K)
         v[:, k] = N  # of f, a mean over data: N of it are one datum's
         H[:, k] = product(v.reshape(z.shape)).reshape(N, K)
     values, vectors = torch.linalg.eigh(H)
-    roots: Tensor = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
-    return roots
+    convex = not has_negative(values)
+    return [
+        (sign, vectors * (sign * values).clamp(min=0).sqrt().unsqueeze(-2))
+        for sign in ((1.0,) if convex else (1.0, -1.0))
+    ]
 
 
-def fisher_roots(problem: LayerLoss, hessian: OutputHessian, probes: int | None = None) -> Iterator[Tensor]:
+def has_negative(values: Tensor) -> bool:
+    """Whether eigenvalues are negative beyond rounding."""
+    return bool(values.min() < -1e3 * torch.finfo(values.dtype).eps * values.abs().max())
+
+
+def fisher_roots(hessian: OutputHessian, roots: Roots, probes: int) -> Iterator[tuple[float, Tensor]]:
     """Gradients by the layer's outputs whose outer products sum to the expected Fisher matrix by these outputs.
 
-    One for each column s(n) of the root of the loss's Hessian: Σ_n (∂z/∂h)ᵀ s(n) for all data at once, or one datum
-    at a time where data are coupled.
+    One for each column s(n) of the roots of the loss's Hessian: Σ_n (∂z/∂h)ᵀ s(n) for all data at once. Where data
+    are coupled they get random signs, ``probes`` times a column, so that the sum has the right expectation.
 
     Args:
-        problem: The layer.
-        hessian: Its output Hessian; its graph of the model's output is used.
-        probes: Where data are coupled: give all data random signs, this often, in place of one datum at a time.
-            The sum then has the right expectation.
+        hessian: The layer's output Hessian; its graph of the model's output is used.
+        roots: As :func:`output_hessian_roots`.
+        probes: Draws of signs.
 
     Yields:
-        [N, T, G, d_out].
-
-    Raises:
-        TypeError: If the model's output is not one tensor.
+        σ and [N, T, G, d_out].
     """
-    z = one_tensor(hessian.output).detach()
-    S = output_hessian_roots(problem, z)
+    z = one_tensor(hessian.output)
     generator = torch.Generator(z.device).manual_seed(0)
-    for k in range(S.shape[-1]):
-        column = S[:, :, k].reshape(z.shape)
-        if not hessian.coupled:
-            yield hessian.pull_output(column)
-            continue
-        for _ in range(probes or 0):
-            sign = signs(S[:, 0, 0], generator).reshape(-1, *(1,) * (z.ndim - 1))
-            yield hessian.pull_output(column * sign) / (probes or 1) ** 0.5
-        for n in range(0 if probes else S.shape[0]):
-            one = torch.zeros_like(column)
-            one[n] = column[n]
-            yield hessian.pull_output(one)
+    for sigma, S in roots:
+        for column in S.unbind(-1):
+            if not hessian.coupled:
+                yield sigma, hessian.pull_output(column.reshape(z.shape))
+                continue
+            for _ in range(probes):
+                signed = column * signs(S[:, :1, 0], generator)
+                yield sigma, hessian.pull_output(signed.reshape(z.shape)) / probes**0.5
 
 
-def gauss_newton_roots(problem: LayerLoss, hessian: OutputHessian, probes: int | None = None) -> Iterator[Tensor]:
-    """Matrices V_m with Σ_m vec(V_m) vec(V_m)ᵀ = the generalized Gauss-Newton block, N · K of them in all.
+def gauss_newton_roots(hessian: OutputHessian, roots: Roots, probes: int) -> Iterator[tuple[float, Tensor]]:
+    """Matrices V_m with Σ_m σ_m vec(V_m) vec(V_m)ᵀ = the generalized Gauss-Newton block, N · K of them in all.
 
     Args:
-        problem: The layer.
-        hessian: Its output Hessian.
+        hessian: The layer's output Hessian.
+        roots: As :func:`output_hessian_roots`.
         probes: As :func:`fisher_roots`.
 
     Yields:
-        [M, G, d_out, d_in], M of them at a time.
-
-    Raises:
-        TypeError: If the model's output is not one tensor.
+        σ and [M, G, d_out, d_in], M of them at a time.
     """
     a = hessian.a / hessian.a.shape[0] ** 0.5
-    for root in fisher_roots(problem, hessian, probes):
+    for sigma, root in fisher_roots(hessian, roots, probes):
         V = torch.einsum("ntgo,ntgj->ngoj", root, a)
-        yield V.sum(0, keepdim=True) if hessian.coupled else V
+        yield sigma, V.sum(0, keepdim=True) if hessian.coupled else V
 
 
-def expected_fisher_factor(problem: LayerLoss, hessian: OutputHessian, probes: int | None = None) -> Tensor:
+def expected_fisher_factor(hessian: OutputHessian, roots: Roots, probes: int) -> Tensor:
     """Γ = E_n[mean_t E_ŷ[∂h_t ∂h_tᵀ]], ``algo_1``, with the expectation over the predictive distribution taken exactly.
 
     The predictive distribution is the one whose negative log-likelihood is the loss: the softmax for cross entropy,
@@ -140,22 +168,18 @@ def expected_fisher_factor(problem: LayerLoss, hessian: OutputHessian, probes: i
     expectation needs no samples ("type-2").
 
     Args:
-        problem: The layer.
-        hessian: Its output Hessian.
+        hessian: The layer's output Hessian.
+        roots: As :func:`output_hessian_roots`.
         probes: As :func:`fisher_roots`.
 
     Returns:
         [G, d_out, d_out].
-
-    Raises:
-        TypeError: If the model's output is not one tensor.
     """
-    N, T = hessian.a.shape[:2]
-    Gamma: Tensor | float = 0.0
-    for root in fisher_roots(problem, hessian, probes):
+    N, T, groups, d = hessian.gradient.shape
+    Gamma = hessian.gradient.new_zeros(groups, d, d)
+    for sigma, root in fisher_roots(hessian, roots, probes):
         rows = root.flatten(0, 1)
-        Gamma = Gamma + torch.einsum("mgi,mgo->gio", rows, rows)
-    assert isinstance(Gamma, Tensor)
+        Gamma += sigma * torch.einsum("mgi,mgo->gio", rows, rows)
     return Gamma / (N * T)
 
 

@@ -1,6 +1,6 @@
 """Eigenvalues, Newton's direction and the nearest Kronecker product by Krylov methods: scipy's, on products."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,26 +85,29 @@ def _eigsh(product: Product, like: Tensor, count: int, tol: float, which: str = 
     return torch.as_tensor(found)
 
 
-def solve(product: Product, damping: float, gradient: Tensor, tol: float = 1e-3, iterations: int = 500) -> Tensor:
+def solve(
+    product: Product, damping: float, gradient: Tensor, tol: float = 1e-3, iterations: int = 500
+) -> tuple[Tensor, bool]:
     """(M + λI)⁻¹ g by ``scipy.sparse.linalg.minres``; M + λI may be indefinite.
 
     Args:
         product: M.
         damping: λ.
         gradient: g, [*B, d_out, d_in].
-        tol: Relative residual at which to stop.
+        tol: Stop at a residual of ``tol`` ‖M + λI‖ ‖solution‖, which is more than ``tol`` ‖g‖ where M + λI is
+            ill-conditioned.
         iterations: Products at most.
 
     Returns:
-        Shaped like ``gradient``.
+        The solution, shaped like ``gradient``, and whether MINRES stopped by itself within ``iterations``.
 
     Raises:
         ModuleNotFoundError: If scipy is not installed.
     """
     minres = need("scipy.sparse.linalg", "solve()").minres
     g = gradient.flatten().double().cpu().numpy()
-    solution, _ = minres(_operator(product, gradient), g, shift=-damping, rtol=tol, maxiter=iterations)
-    return torch.as_tensor(solution).reshape(gradient.shape).to(gradient)
+    solution, info = minres(_operator(product, gradient), g, shift=-damping, rtol=tol, maxiter=iterations)
+    return torch.as_tensor(solution).reshape(gradient.shape).to(gradient), info == 0
 
 
 def nearest_kronecker_lanczos(
@@ -128,7 +131,7 @@ def nearest_kronecker_lanczos(
         tol: Relative accuracy of the singular value.
 
     Returns:
-        A [d_in, d_in] and G [d_out, d_out], of equal norm, with tr(A) ≥ 0.
+        A [d_in, d_in] and G [d_out, d_out], of equal norm, with tr(A) ≥ 0; zero for a zero matrix.
 
     Raises:
         ModuleNotFoundError: If scipy is not installed.
@@ -144,7 +147,9 @@ def nearest_kronecker_lanczos(
 
     shape = (d_in**2, d_out**2)
     operator = linalg.LinearOperator(shape, matvec=wrap(rearranged, d_out), rmatvec=wrap(transposed, d_in), dtype=float)
-    if min(shape) == 1:  # svds wants at least two singular values to choose from
+    if not operator.matvec(_start(d_out**2)).any():  # ARPACK does not start on a zero matrix
+        A, G = torch.zeros(d_in, d_in).to(like), torch.zeros(d_out, d_out).to(like)
+    elif min(shape) == 1:  # svds wants at least two singular values to choose from
         one = torch.ones(1, 1).to(like)
         A, G = (rearranged(one), one) if d_out == 1 else (one, transposed(one))
     else:
@@ -154,25 +159,26 @@ def nearest_kronecker_lanczos(
     return (-A, -G) if A.trace() < 0 else (A, G)
 
 
-def nearest_kronecker_of_roots(roots: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    """Find the product nearest to Σ_m vec(V_m) vec(V_m)ᵀ, as the Gauss-Newton matrix is given, by Lanczos.
+def nearest_kronecker_of_roots(V: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the product nearest to Σ_m σ_m vec(V_m) vec(V_m)ᵀ, as the Gauss-Newton matrix is given, by Lanczos.
 
-    Its rearranged operator is X ↦ Σ_m V_mᵀ X V_m: the matrix itself, p × p, is never formed.
+    Its rearranged operator is X ↦ Σ_m σ_m V_mᵀ X V_m: the matrix itself, p × p, is never formed.
 
     Args:
-        roots: The V_m, [M, d_out, d_in] at a time.
+        V: The V_m, [M, d_out, d_in].
+        sigma: Their signs, [M].
 
     Returns:
         A [d_in, d_in] and G [d_out, d_out].
     """
-    V = torch.cat(list(roots))
+    sigma = sigma[:, None, None]
 
     def rearranged(X: Tensor) -> Tensor:
         # Σ_m V_mᵀ (X V_m) as one product of tall matrices.
-        return V.flatten(0, 1).T @ (X @ V).flatten(0, 1)
+        return V.flatten(0, 1).T @ (X @ V).mul_(sigma).flatten(0, 1)
 
     def transposed(U: Tensor) -> Tensor:
-        VU, flat = (V @ U).transpose(0, 1).flatten(1), V.transpose(0, 1).flatten(1)
+        VU, flat = (V @ U).mul_(sigma).transpose(0, 1).flatten(1), V.transpose(0, 1).flatten(1)
         return VU @ flat.T
 
     return nearest_kronecker_lanczos(rearranged, transposed, V.shape[-1], V.shape[-2], V)

@@ -1,28 +1,31 @@
 """``curvature_ladder``: every approximation of a layer's Hessian block beside the exact one."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kfqn_ext.curvature.entry import measuring
 from kfqn_ext.curvature.exact import MEMORY_BUDGET, check_budget, form
-from kfqn_ext.curvature.factors import HasState, expected_fisher_factor, gram, held_damping
+from kfqn_ext.curvature.factors import NOT_CONVEX, HasState, gram, has_negative, held_damping
 from kfqn_ext.curvature.measure import Yardstick
-from kfqn_ext.curvature.problem import LayerLoss, LossFn, layer_names
-from kfqn_ext.curvature.products import HessianProduct, OutputHessian
+from kfqn_ext.curvature.problem import LayerLoss, LossFn, UnusedLayerError, layer_names
+from kfqn_ext.curvature.products import HessianProduct, OutputGGN, OutputHessian, not_one_tensor
 from kfqn_ext.curvature.report import FLOOR, GRADIENT, CurvatureReport, LayerReport
 from kfqn_ext.curvature.rungs import Extra, Facts, Rung, extra_rungs, fisher_rungs, held_rungs, paper_rungs
-from kfqn_ext.curvature.sums import kronecker_sums
+from kfqn_ext.curvature.sums import KroneckerSums, kronecker_sums
 from kfqn_ext.curvature.vec import vec
-from kfqn_ext.linalg import full_precision
 from kfqn_ext.linalg.nearest import kron, nearest_kronecker
 
 # Matrices of the block's size held at a time: the rungs, without the optimizers', and what a comparison works with.
 _MATRICES = 16
 
+COUPLED = "One datum's gradient depends on other data (BatchNorm in training mode? a loss that compares data?)."
 
-@full_precision()
+
+@measuring()
 def curvature_ladder(
     model: nn.Module,
     loss_fn: LossFn,
@@ -44,7 +47,8 @@ def curvature_ladder(
     floor of all single Kronecker products, the nearest one.
 
     For layers of up to a few thousand parameters: p parameters cost p Hessian-vector products, T · d_out more by the
-    outputs (N times as many where data are coupled), and a few eigenvalue problems of size p a rung. See
+    outputs and as many Gauss-Newton products (N times as many where data are coupled), and a few eigenvalue problems
+    of size p a rung. See
     :func:`estimate_curvature` for larger ones.
 
     Example:
@@ -63,42 +67,89 @@ def curvature_ladder(
         y: The targets.
         layers: Names of layers, or layers; all that can be measured if None.
         optimizers: Trained optimizers of this model by the name to show, or one; anything with ``state[weight]``
-            holding H_A and H_G.
+            holding H_A and H_G. λ is that of its ``param_groups``, and ``damping`` where they name none.
         damping: λ for the directions of all rungs that hold no damping of their own. If None, the first
             optimizer's; without one, a hundredth of the block's largest eigenvalue in absolute value, plus what
             makes the block positive semidefinite.
         extra: Further rungs of a layer, given its name: ``{name: matrix or (A, G)}``.
         dtype: Dtype to compute in; None for the model's own.
-        memory_budget: Bytes that the matrices of one layer may take.
+        memory_budget: Bytes that the matrices of one layer may take, with the G_{t,t} of all data and locations.
         progress: Whether to show progress bars.
 
     Returns:
         The report: ``print`` it, ``to_dataframe()``, ``plot(path)``.
 
     Raises:
-        ValueError: As :func:`exact_block`.
+        ValueError: As :func:`exact_block`; for a damping below 0; and if a layer that is named takes no part.
         UnsupportedLayerError: As :func:`exact_block`.
         MemoryError: If a layer's matrices are larger than the budget.
     """
-    problems = [LayerLoss(model, loss_fn, x, y, layer, dtype) for layer in chosen_layers(model, layers)]
     named = by_name(optimizers)
-    for problem in problems:
-        check_budget(problem, memory_budget, matrices=_MATRICES + len(named))
-    return CurvatureReport([layer_ladder(problem, named, damping, extra, progress) for problem in problems])
+    check_numbers(model, damping, dtype)
+    problems, notes = used_layers(model, loss_fn, x, y, layers, dtype)
+    check_memory(problems, memory_budget, len(named))
+    return CurvatureReport([layer_ladder(problem, named, damping, extra, progress) for problem in problems], notes)
 
 
-def chosen_layers(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> Sequence[str | nn.Module]:
-    """The layers asked for, or all of the model's.
+def check_numbers(model: nn.Module, damping: float | None, dtype: torch.dtype | None) -> None:
+    """Refuse a damping that is none, and dtypes without eigenvalues.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: For either.
     """
-    if isinstance(layers, (str, nn.Module)):
-        return [layers]
-    chosen = layer_names(model) if layers is None else layers
+    if damping is not None and not 0 <= damping < math.inf:
+        raise ValueError(f"damping={damping}: λ is a finite number, at least 0. None chooses one.")
+    dtypes = {p.dtype for p in model.parameters()} if dtype is None else {dtype}
+    low = [str(d) for d in dtypes if d not in (torch.float32, torch.float64)]
+    if low:
+        raise ValueError(f"{', '.join(low)} has no eigenvalues in torch: choose dtype=torch.float64 or torch.float32.")
+
+
+def used_layers(
+    model: nn.Module,
+    loss_fn: LossFn,
+    x: Any,
+    y: Any,
+    layers: Sequence[str | nn.Module] | None,
+    dtype: torch.dtype | None,
+) -> tuple[list[LayerLoss], list[str]]:
+    """The layers asked for, or all of the model's that take part in its forward pass, and notes on the others.
+
+    Raises:
+        ValueError: If there is none, or one that is named takes no part.
+    """
+    chosen = (
+        [layers] if isinstance(layers, (str, nn.Module)) else layer_names(model) if layers is None else list(layers)
+    )
     if not chosen:
-        raise ValueError(f"{type(model).__name__} has no linear or convolutional layer that can be measured.")
-    return chosen
+        found = f"{type(model).__name__} has no linear or convolutional layer that can be measured."
+        raise ValueError(found if layers is None else "layers is empty: name a layer, or give None for all.")
+    problems, notes = [], []
+    for layer in chosen:
+        problem = LayerLoss(model, loss_fn, x, y, layer, dtype)
+        try:
+            problem.by_outputs()
+            problems.append(problem)
+        except UnusedLayerError as error:
+            if layers is not None:
+                raise
+            notes.append(str(error))
+    if not problems:
+        raise ValueError(" ".join(notes))
+    return problems, notes
+
+
+def check_memory(problems: Sequence[LayerLoss], memory_budget: int, optimizers: int) -> None:
+    """Refuse layers whose ladder is larger than a memory budget.
+
+    Raises:
+        MemoryError: If one is.
+    """
+    for problem in problems:
+        outputs = sum(shift.numel() for shift in problem.by_outputs().shifts)
+        # The G_{t,t} of the Hessian and of its Gauss-Newton part, N · T · d_out² numbers a group each.
+        more = 2 * outputs * problem.geometry.d_out
+        check_budget(problem, memory_budget, matrices=_MATRICES + optimizers, more=more)
 
 
 def by_name(optimizers: Mapping[str, HasState] | HasState | None) -> Mapping[str, HasState]:
@@ -117,12 +168,15 @@ def layer_ladder(
 ) -> LayerReport:
     """Build and measure all rungs of one layer; the arguments are those of :func:`curvature_ladder`."""
     hessian, notes = OutputHessian(problem), list[str]()
-    sums = kronecker_sums(hessian, progress)
-    facts = facts_of(problem, hessian, sums.G_tt, notes)
+    if hessian.coupled:
+        notes.append(COUPLED)
+    sums, gauss_newton = kronecker_sums(hessian, progress), _gauss_newton(problem, hessian, notes, progress)
+    Gamma = None if gauss_newton is None else gauss_newton.G_tt.mean((0, 1))
+    facts = Facts(gram(hessian.a), sums.G_tt.mean((0, 1)), Gamma, *hessian.a.shape[:2])
     yardstick = Yardstick(*_form_block(problem, progress), facts)
-    held = list(held_rungs(problem, optimizers, facts))
-    notes += [remark for remark in held if isinstance(remark, str)]
     lam = damping if damping is not None else _default_damping(problem, optimizers, yardstick.spectrum)
+    held = list(held_rungs(problem, optimizers, facts, lam))
+    notes += [remark for remark in held if isinstance(remark, str)]
     notes += indefinite(float(yardstick.spectrum[0]), lam)
     report = LayerReport(problem.name, problem.geometry, facts.num_data, facts.num_locations, notes)
     for rung in (
@@ -133,7 +187,7 @@ def layer_ladder(
         Rung(
             GRADIENT, "", lam * torch.eye(yardstick.exact.shape[-1]).to(yardstick.exact).expand_as(yardstick.exact), lam
         ),
-        *fisher_rungs(problem, hessian, facts),
+        *fisher_rungs(gauss_newton, facts),
         *extra_rungs(problem, extra),
         Rung(FLOOR, "", kron(*nearest_kronecker(yardstick.exact, problem.geometry.d_out))),
     ):
@@ -141,17 +195,15 @@ def layer_ladder(
     return report
 
 
-def facts_of(problem: LayerLoss, hessian: OutputHessian, G_tt: Tensor, notes: list[str]) -> Facts:
-    """Collect the layer's factors; ``notes`` is told what is out of the ordinary."""
-    N, T = hessian.a.shape[:2]
-    if hessian.coupled:
-        notes.append("One datum's gradient depends on other data (BatchNorm in training mode?).")
-    try:
-        Gamma = expected_fisher_factor(problem, hessian)
-    except TypeError as error:
-        Gamma = None
-        notes.append(str(error))
-    return Facts(gram(hessian.a), G_tt.mean((0, 1)), Gamma, N, T)
+def _gauss_newton(problem: LayerLoss, hessian: OutputHessian, notes: list[str], progress: bool) -> KroneckerSums | None:
+    """The sums of the Gauss-Newton part; ``notes`` is told why there is none, or what is out of the ordinary."""
+    if not isinstance(hessian.output, Tensor):
+        notes.append(not_one_tensor(hessian.output))
+        return None
+    sums = kronecker_sums(OutputGGN(problem, hessian), progress)
+    if has_negative(torch.linalg.eigvalsh(sums.exact)):
+        notes.append(NOT_CONVEX)
+    return sums
 
 
 def _form_block(problem: LayerLoss, progress: bool) -> tuple[Tensor, Tensor]:

@@ -11,24 +11,30 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfqn_ext.curvature import metrics
+from kfqn_ext.curvature.entry import measuring
 from kfqn_ext.curvature.estimates import Probed
+from kfqn_ext.curvature.exact import mebibytes
 from kfqn_ext.curvature.factors import (
+    NOT_CONVEX,
     HasState,
+    Roots,
     expected_fisher_factor,
     gauss_newton_roots,
     gram,
     held_damping,
+    output_hessian_roots,
+    outputs_by_datum,
     sampled_output_factor,
 )
 from kfqn_ext.curvature.krylov import nearest_kronecker_of_roots, spectral_norm
-from kfqn_ext.curvature.ladder import by_name, chosen_layers, default_damping, indefinite
+from kfqn_ext.curvature.ladder import COUPLED, by_name, check_numbers, default_damping, indefinite, used_layers
 from kfqn_ext.curvature.measure import add_factor_errors
 from kfqn_ext.curvature.operators import KroneckerOperator, Multiplication, Operator, RootsOperator, ScaledIdentity
 from kfqn_ext.curvature.problem import LayerLoss, LossFn
 from kfqn_ext.curvature.products import HessianProduct, OutputHessian
 from kfqn_ext.curvature.report import FLOOR, GRADIENT, HELD, CurvatureReport, LayerReport, Row
 from kfqn_ext.curvature.rungs import Facts, Held
-from kfqn_ext.linalg import full_precision, kronecker_product
+from kfqn_ext.linalg import kronecker_product
 
 
 @dataclass(frozen=True)
@@ -41,15 +47,15 @@ class OperatorRung:
     damping: float = 0.0
     held: Held | None = None
 
-    def direction(self, gradient: Tensor, damping: float) -> Tensor:
-        """(M + λI)⁻¹ g, or H_G g H_A: [*B, d_out, d_in]."""
+    def direction(self, gradient: Tensor, damping: float) -> tuple[Tensor, bool]:
+        """(M + λI)⁻¹ g, or H_G g H_A: [*B, d_out, d_in]; and whether it is solved to the method's accuracy."""
         if self.held is not None:
             H_A, H_G = (H.reshape(*gradient.shape[:-2], *H.shape[-2:]) for H in (self.held.H_A, self.held.H_G))
-            return kronecker_product(H_G, gradient, H_A)
+            return kronecker_product(H_G, gradient, H_A), True
         return self.operator.solve(damping - self.damping, gradient)
 
 
-@full_precision()
+@measuring()
 def estimate_curvature(
     model: nn.Module,
     loss_fn: LossFn,
@@ -98,26 +104,27 @@ def estimate_curvature(
         spectra: Whether to compute extreme eigenvalues and spectral errors: some 30 products a rung.
         seed: Seed of the probes; the global generators are not used.
         dtype: Dtype to compute in; None for the model's own.
-        memory_budget: Bytes that the Gauss-Newton matrix's N · K roots may take, K the size of an output; without
-            them, the rungs that need them are left out.
+        memory_budget: Bytes that the Gauss-Newton matrix's N · K roots may take, K the size of a datum's output, and
+            before them the Hessians of N losses by K outputs. Rungs that need more are left out, with a note.
         progress: Whether to show progress bars.
 
     Returns:
         The report, without pictures of matrices.
 
     Raises:
-        ValueError: As :func:`exact_block`; and for fewer than two probes.
+        ValueError: As :func:`curvature_ladder`; and for fewer than two probes.
         UnsupportedLayerError: As :func:`exact_block`.
         ModuleNotFoundError: If scipy is not installed.
     """
     if probes < 2 or location_probes < 1:
         raise ValueError(f"probes={probes} must be at least 2, location_probes={location_probes} at least 1.")
+    check_numbers(model, damping, dtype)
+    problems, notes = used_layers(model, loss_fn, x, y, layers, dtype)
     report = []
-    for layer in chosen_layers(model, layers):
-        problem = LayerLoss(model, loss_fn, x, y, layer, dtype)
+    for problem in problems:
         estimate = _LayerEstimate(problem, by_name(optimizers), location_probes, memory_budget, progress)
         report.append(estimate.run(damping, probes, spectra, seed))
-    return CurvatureReport(report)
+    return CurvatureReport(report, notes)
 
 
 class _LayerEstimate:
@@ -134,7 +141,7 @@ class _LayerEstimate:
         self.problem, self.optimizers, self.notes = problem, optimizers, list[str]()
         self.bar = partial(tqdm, disable=not progress, leave=False)
         self.progress = progress
-        self.roots: Tensor | None = None
+        self.roots: tuple[Tensor, Tensor] | None = None  # V_m and σ_m
         self._newton: dict[float, Tensor] = {}
         self.facts = self._measure(location_probes, memory_budget)
         self.hessian = HessianProduct(problem)
@@ -148,26 +155,45 @@ class _LayerEstimate:
         if not exact:
             self.notes.append(f"G is estimated with {location_probes} random signs for each location.")
         if hessian.coupled:
-            self.notes.append("One datum's gradient depends on other data (BatchNorm in training mode?).")
-        Gamma = None
-        try:
-            Gamma = expected_fisher_factor(self.problem, hessian, location_probes)
-            self._keep_roots(hessian, location_probes, memory_budget)
-        except TypeError as error:
-            self.notes.append(str(error))
+            self.notes.append(COUPLED)
+        Gamma, roots = None, self._loss_roots(hessian, memory_budget)
+        if roots is not None:
+            Gamma = expected_fisher_factor(hessian, roots, location_probes)
+            self._keep_roots(hessian, roots, location_probes, memory_budget)
         return Facts(gram(hessian.a), G, Gamma, N, T)
 
-    def _keep_roots(self, hessian: OutputHessian, probes: int, memory_budget: int) -> None:
-        W, z = self.problem.W, hessian.output
-        count = z[0].numel() * (probes if hessian.coupled else hessian.a.shape[0])
-        size = count * W.numel() * W.element_size()
+    def _fits(self, what: str, numbers: int, memory_budget: int) -> bool:
+        size = numbers * self.problem.W.element_size()
         if size > memory_budget:
-            self.notes.append(
-                f"The Gauss-Newton matrix's {count} roots take {size / 2**30:.1f} GiB, above memory_budget: left out."
-            )
+            budget = mebibytes(memory_budget)
+            self.notes.append(f"{what} take {mebibytes(size)}, above memory_budget ({budget}): left out.")
+        return size <= memory_budget
+
+    def _loss_roots(self, hessian: OutputHessian, memory_budget: int) -> Roots | None:
+        """Roots of the loss's Hessian by the outputs of each datum."""
+        try:
+            z = outputs_by_datum(self.problem, hessian)
+        except (TypeError, ValueError) as error:
+            self.notes.append(str(error))
+            return None
+        N = hessian.a.shape[0]
+        K = z.numel() // N
+        # The Hessians, their eigenvectors, and roots of either sign.
+        if not self._fits(f"Γ's {N} Hessians by {K} outputs", 4 * N * K**2, memory_budget):
+            return None
+        roots = output_hessian_roots(self.problem, z, N)
+        self.notes += [NOT_CONVEX] if len(roots) > 1 else []
+        return roots
+
+    def _keep_roots(self, hessian: OutputHessian, roots: Roots, probes: int, memory_budget: int) -> None:
+        N, K, _ = roots[0][1].shape
+        count = len(roots) * K * (probes if hessian.coupled else N)
+        if not self._fits(f"The Gauss-Newton matrix's {count} roots", count * self.problem.W.numel(), memory_budget):
             return
-        roots = torch.cat(list(gauss_newton_roots(self.problem, hessian, probes)))
-        self.roots = roots if self.problem.geometry.blocks else roots.squeeze(1)
+        sigmas, parts = zip(*gauss_newton_roots(hessian, roots, probes), strict=True)
+        V = torch.cat(parts)
+        sigma = torch.tensor(sigmas).to(V).repeat_interleave(len(parts[0]))
+        self.roots = (V if self.problem.geometry.blocks else V.squeeze(1), sigma)
 
     def _blocks(self, factors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return factors if self.problem.geometry.blocks else tuple(f.squeeze(0) for f in factors)
@@ -178,7 +204,7 @@ class _LayerEstimate:
         aims = KroneckerOperator(*self._blocks(facts.damped(damping)))
         yield OperatorRung("(A + λ_A I) ⊗ (G + λ_G I)", "algo_8", aims, damping)
         for name, optimizer in self.optimizers.items():
-            held = Held.of(self.problem, optimizer, facts)
+            held = Held.of(self.problem, optimizer, facts, damping)
             if held is None:
                 self.notes.append(f"{name} holds no H_A and H_G for layer {self.problem.name} (yet).")
                 continue
@@ -186,12 +212,13 @@ class _LayerEstimate:
             yield OperatorRung(f"{name}: {HELD}", "eq_18", operator, held.damping, held)
         yield OperatorRung(GRADIENT, "", ScaledIdentity(damping), damping)
         if self.roots is not None:
-            yield OperatorRung("Gauss-Newton", "", RootsOperator(self.roots, blocks))
+            yield OperatorRung("Gauss-Newton", "", RootsOperator(*self.roots))
         if facts.Gamma is not None:
             yield OperatorRung("Ω ⊗ Γ", "algo_1", KroneckerOperator(*self._blocks((facts.A, facts.Gamma))))
         if self.roots is not None:
-            by_block = self.roots.transpose(0, 1) if blocks else self.roots.unsqueeze(0)
-            nearest = [nearest_kronecker_of_roots([V]) for V in by_block]
+            V, sigma = self.roots
+            by_block = V.transpose(0, 1) if blocks else V.unsqueeze(0)
+            nearest = [nearest_kronecker_of_roots(V, sigma) for V in by_block]
             A, G = (torch.stack(factors) for factors in zip(*nearest, strict=True))
             yield OperatorRung(f"{FLOOR} (of Gauss-Newton)", "", KroneckerOperator(*self._blocks((A, G))))
 
@@ -238,9 +265,9 @@ class _LayerEstimate:
     def _add_direction(self, row: Row, rung: OperatorRung, damping: float, ends: Tensor | None) -> None:
         g, lam, B = self.hessian.gradient, row.damping, self.hessian
         if lam not in self._newton:
-            self._newton[lam] = Multiplication(B).solve(lam, g)
+            self._newton[lam] = self._solved("Newton's direction", *Multiplication(B).solve(lam, g))
         newton = self._newton[lam]
-        d = newton if rung.name == "exact block" else rung.direction(g, damping)
+        d = newton if rung.name == "exact block" else self._solved(rung.name, *rung.direction(g, damping))
         bend, newton_bend = ((v * B(v)).sum() for v in (d, newton))
         row.angle = metrics.angle(d, newton)
         row.decrease = metrics.best_decrease(g, d, bend)
@@ -248,6 +275,11 @@ class _LayerEstimate:
         best = metrics.best_decrease(g, newton, newton_bend + lam * (newton * newton).sum())
         definite = ends is None or float(ends[0]) + lam > 0
         row.share = share / best if definite and 0 < best < math.inf else math.nan
+
+    def _solved(self, name: str, direction: Tensor, converged: bool) -> Tensor:
+        if not converged:
+            self.notes.append(f"{name}: MINRES reached its last iteration, so that angle and shares are not exact.")
+        return direction
 
     def _add_spectrum(self, row: Row, rung: OperatorRung, exact: Operator, ends: Tensor) -> Tensor:
         values = ends if rung.operator is exact else rung.operator.extremes(self.problem.W.detach())
@@ -259,7 +291,7 @@ class _LayerEstimate:
         else:
             difference = Multiplication(lambda V: rung.operator(V) - exact(V))
             norm = spectral_norm(difference, self.problem.W.detach())
-            row.spectral_error = norm / float(ends.abs().max())
+            row.spectral_error = metrics.ratio(norm, ends.abs().max())
         return values
 
 

@@ -27,11 +27,6 @@ def eigenvalues(matrix: Tensor) -> Tensor:
     return values.flatten().sort().values
 
 
-def spectral_error(approximation: Tensor, exact: Tensor) -> float:
-    """‖approximation - exact‖₂ / ‖exact‖₂."""
-    return ratio(spectral_norm(eigenvalues(approximation - exact)), spectral_norm(eigenvalues(exact)))
-
-
 def spectral_norm(values: Tensor) -> Tensor:
     """Largest eigenvalue in absolute value."""
     return values.abs().max()
@@ -82,7 +77,7 @@ def quadratic_form(matrix: Tensor, direction: Tensor) -> Tensor:
     return torch.einsum("gi,gij,gj->", direction, matrix, direction)
 
 
-def ratio(numerator: Tensor, denominator: Tensor) -> float:
+def ratio(numerator: Tensor | float, denominator: Tensor | float) -> float:
     """A quotient; 0 / 0 is 0, as the error of a zero matrix that approximates zero."""
     top, bottom = float(numerator), float(denominator)
     if bottom == 0:

@@ -17,8 +17,8 @@ class Operator:
         """Multiply: [*B, d_out, d_in] → [*B, d_out, d_in]."""
         raise NotImplementedError
 
-    def solve(self, damping: float, gradient: Tensor) -> Tensor:
-        """(M + λI)⁻¹ g."""
+    def solve(self, damping: float, gradient: Tensor) -> tuple[Tensor, bool]:
+        """(M + λI)⁻¹ g, and whether it is solved to the method's accuracy."""
         return solve(self, damping, gradient)
 
     def extremes(self, like: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ class ScaledIdentity(Operator):
     def __call__(self, V: Tensor) -> Tensor:  # noqa: D102
         return self.scale * V
 
-    def solve(self, damping: float, gradient: Tensor) -> Tensor:  # noqa: D102
-        return gradient / (self.scale + damping)
+    def solve(self, damping: float, gradient: Tensor) -> tuple[Tensor, bool]:  # noqa: D102
+        return gradient / (self.scale + damping), True
 
     def extremes(self, like: Tensor) -> Tensor:  # noqa: D102
         return torch.full((like.numel(),), self.scale, dtype=torch.float64)
@@ -69,9 +69,9 @@ class KroneckerOperator(Operator):
             self._eigen = (g.unsqueeze(-1) * a.unsqueeze(-2), Q, U)
         return self._eigen
 
-    def solve(self, damping: float, gradient: Tensor) -> Tensor:  # noqa: D102
+    def solve(self, damping: float, gradient: Tensor) -> tuple[Tensor, bool]:  # noqa: D102
         values, Q, U = self._decomposition()
-        return (Q @ ((Q.mT @ gradient.double() @ U) / (values + damping)) @ U.mT).to(gradient)
+        return (Q @ ((Q.mT @ gradient.double() @ U) / (values + damping)) @ U.mT).to(gradient), True
 
     def extremes(self, like: Tensor) -> Tensor:  # noqa: D102
         return self._decomposition()[0].flatten().sort().values
@@ -79,38 +79,16 @@ class KroneckerOperator(Operator):
 
 @dataclass(frozen=True)
 class RootsOperator(Operator):
-    """Σ_m vec(V_m) vec(V_m)ᵀ, as the Gauss-Newton matrix is given.
+    """Σ_m σ_m vec(V_m) vec(V_m)ᵀ, as the Gauss-Newton matrix is given.
 
     Attributes:
         roots: The V_m, [M, *B, d_out, d_in]; where the layer has channel groups, blocks do not mix.
-        blocks: *B.
+        sigma: Their signs, [M].
     """
 
     roots: Tensor
-    blocks: tuple[int, ...]
+    sigma: Tensor
 
     def __call__(self, V: Tensor) -> Tensor:  # noqa: D102
         along = torch.einsum("m...oj,...oj->m...", self.roots, V)
-        return torch.einsum("m...,m...oj->...oj", along, self.roots)
-
-
-@dataclass(frozen=True)
-class DatumOperator(Operator):
-    """E_n[(Σ_t a_t a_tᵀ) ⊗ (mean_t G_tt)], ``eq_2.5``, or E_n[Σ_t a_t a_tᵀ ⊗ G_tt], ``eq_{1.5}``.
-
-    Attributes:
-        a: Patches, [N, T, G, d_in].
-        G_tt: [N, 1, G, d_out, d_out] for the first, [N, T, G, d_out, d_out] for the second.
-        blocks: *B.
-    """
-
-    a: Tensor
-    G_tt: Tensor
-    blocks: tuple[int, ...]
-
-    def __call__(self, V: Tensor) -> Tensor:  # noqa: D102
-        W = V if self.blocks else V.unsqueeze(0)
-        h = torch.einsum("goj,ntgj->ntgo", W, self.a)
-        h = (self.G_tt @ h.unsqueeze(-1)).squeeze(-1)
-        result = torch.einsum("ntgo,ntgj->goj", h, self.a) / self.a.shape[0]
-        return result if self.blocks else result.squeeze(0)
+        return torch.einsum("m...,m,m...oj->...oj", along, self.sigma, self.roots)

@@ -105,7 +105,8 @@ def _draw_spectra(axes: Any, layer: LayerReport) -> None:
     axes.set_ylim(largest * 1e-7, largest * 2)
     axes.set_xlabel("rank")
     axes.set_title("eigenvalues; dotted: absolute values of negative ones", fontsize=8)
-    axes.legend(fontsize=6)
+    if axes.lines:
+        axes.legend(fontsize=6)
 
 
 def _sides(values: Tensor) -> tuple[list[float], list[float]]:

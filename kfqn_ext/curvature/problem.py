@@ -6,7 +6,8 @@ case, and float64 is a cast of the copies. Random numbers (dropout) are those of
 every pass, and the generators are left where they were.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,10 @@ from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.geometry import LayerGeometry, geometry_of, is_layer, refusal
 
 LossFn = Callable[[Any, Any], Tensor]
+
+
+class UnusedLayerError(ValueError):
+    """A layer took no part in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +73,33 @@ class LayerLoss:
             y: The targets, likewise.
             layer: A linear or convolutional layer, by its name in the model or itself.
             dtype: Compute in this dtype; the model's own if None. Casts what is floating point in the model, ``x``
-                and ``y``.
+                and ``y``, and in ``loss_fn`` where that is a module.
 
         Raises:
-            ValueError: If the model has no such layer.
+            ValueError: If the model has no such layer, or ``dtype`` is not a floating-point one.
             UnsupportedLayerError: If the layer cannot be measured as ``h_t = W a_t``.
         """
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype={dtype} has no derivatives. Use torch.float64, torch.float32 or None.")
         self.model: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile has no second derivatives
         self.loss_fn = loss_fn
         self.name, self.module, self.geometry = find_layer(self.model, layer)
 
         def cast(t: Any) -> Any:
-            return t.detach().to(dtype) if isinstance(t, Tensor) and dtype and t.is_floating_point() else t
+            if not isinstance(t, Tensor):
+                return t
+            t = t.detach().clone() if t.is_inference() else t.detach()  # autograd cannot save inference tensors
+            return t.to(dtype) if dtype and t.is_floating_point() else t
 
-        self._parameters = {name: cast(p.detach()) for name, p in self.model.named_parameters()}
-        self._buffers = {name: cast(b.detach().clone()) for name, b in self.model.named_buffers()}
+        self._parameters = {name: cast(p) for name, p in self.model.named_parameters()}
+        self._buffers = {name: cast(b).clone() for name, b in self.model.named_buffers()}
+        held = [loss_fn.named_parameters(), loss_fn.named_buffers()] if isinstance(loss_fn, nn.Module) else []
+        self._loss_tensors = {name: cast(t) for tensors in held for name, t in tensors}
         self._x, self.y = tree_map(cast, x), tree_map(cast, y)
         parameters: Any = self.module
         self.weight: Tensor = parameters.weight
-        bias = None if parameters.bias is None else cast(parameters.bias.detach())
-        self.W = self.geometry.matrix(cast(self.weight.detach()), bias).requires_grad_()
+        bias = None if parameters.bias is None else cast(parameters.bias)
+        self.W = self.geometry.matrix(cast(self.weight), bias).requires_grad_()
         self._devices = sorted({p.device.index for p in self._parameters.values() if p.is_cuda})
         self._rng = (torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in self._devices])
 
@@ -103,7 +115,8 @@ class LayerLoss:
         """Run the model with a graph that begins at the layer's outputs.
 
         Raises:
-            ValueError: If the layer takes no part in the pass, or feeds itself.
+            UnusedLayerError: If the layer takes no part in the pass.
+            ValueError: If it feeds itself.
         """
         inputs: list[Tensor] = []
         shifts: list[Tensor] = []
@@ -125,8 +138,23 @@ class LayerLoss:
         finally:
             handle.remove()
         if not inputs:
-            raise ValueError(f"Layer {self.name} took no part in the forward pass, so it has no curvature.")
+            raise UnusedLayerError(f"Layer {self.name} took no part in the forward pass, so it has no curvature.")
         return Pass(loss, output, tuple(inputs), tuple(shifts))
+
+    def loss(self, output: Any) -> Tensor:
+        """The loss of a model's output.
+
+        Raises:
+            ValueError: If it is no scalar.
+        """
+        if isinstance(self.loss_fn, nn.Module):
+            loss = functional_call(self.loss_fn, self._loss_tensors, (output, self.y))
+        else:
+            loss = self.loss_fn(output, self.y)
+        if not isinstance(loss, Tensor) or loss.ndim != 0:
+            found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise ValueError(f"The loss has {found}, not that of a scalar. Let loss_fn average over data.")
+        return loss
 
     def _forward(self, W: Tensor) -> tuple[Tensor, Any]:
         weight, bias = self.geometry.columns(W, self.weight.shape)
@@ -135,16 +163,32 @@ class LayerLoss:
         if bias is not None:
             tensors[self._path("bias")] = bias
         x = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, self._x)
-        with torch.random.fork_rng(devices=self._devices), torch.enable_grad():
+        with torch.random.fork_rng(devices=self._devices), self._casts_named():
             torch.set_rng_state(self._rng[0])
             for device, state in zip(self._devices, self._rng[1], strict=True):
                 torch.cuda.set_rng_state(state, device)
             output = functional_call(self.model, tensors, (x,))
-            loss = self.loss_fn(output, self.y)
-        if not isinstance(loss, Tensor) or loss.ndim != 0:
-            found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
-            raise ValueError(f"The loss has {found}, not that of a scalar. Let loss_fn average over data.")
+            loss = self.loss(output)
+        if not loss.isfinite():
+            bad = ", ".join(name for name, p in self._parameters.items() if not p.isfinite().all())
+            where = f"parameters that are not finite: {bad}" if bad else "all parameters are finite, so look at x and y"
+            raise ValueError(f"The loss is {loss.item()}, which has no curvature ({where}).")
         return loss, output
+
+    @contextmanager
+    def _casts_named(self) -> Iterator[None]:
+        """Explain an error about dtypes where the model is not in its own."""
+        try:
+            yield
+        except RuntimeError as error:
+            own, now, text = self.weight.dtype, self.W.dtype, str(error).lower()
+            if own == now or not any(word in text for word in ("dtype", "scalar type", "double")):
+                raise
+            raise RuntimeError(
+                f"The model was cast from {own} to {now}, and its pass failed: {error}. Tensors that the model or "
+                "loss_fn holds outside of parameters and buffers are not cast, as the class weights of a lambda: cast "
+                "them there, weight.to(z), pass a loss module (nn.CrossEntropyLoss(weight=...)), or choose dtype=None."
+            ) from error
 
 
 def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module, LayerGeometry]:

@@ -1,5 +1,6 @@
 """Products with a layer's exact curvature that form nothing: Hessian, generalized Gauss-Newton, output Hessian."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -80,16 +81,28 @@ class GGNProduct(_Curvature):
             TypeError: If the model's output is not one tensor.
         """
         super().__init__(problem)
-        self._W, self._z = problem.W, one_tensor(problem.by_weights().output)
-        self._loss_hessian = loss_hessian(problem, self._z)
-        # J v without forward mode: the gradient by u of <Jᵀu, v>, linear in u.
-        self._u = torch.zeros_like(self._z, requires_grad=True)
-        (self._JT_u,) = pull(self._z, [self._W], self._u, create_graph=True)
+        z = one_tensor(problem.by_weights().output)
+        self._product = _GaussNewton(problem, z, [problem.W], lambda parts: parts[0])
 
     def full(self, V: Tensor) -> Tensor:  # noqa: D102
-        (Jv,) = pull(self._JT_u, [self._u], V.to(self._JT_u.dtype))
-        (result,) = pull(self._z, [self._W], self._loss_hessian(Jv))
-        return result
+        return self._product(V)
+
+
+class _GaussNewton:
+    """v ↦ Jᵀ (∂²ℓ/∂z²) J v, J the Jacobian of z by tensors that ``join`` makes one of."""
+
+    def __init__(
+        self, problem: LayerLoss, z: Tensor, inputs: list[Tensor], join: Callable[[list[Tensor]], Tensor]
+    ) -> None:
+        self._z, self._inputs, self._join = z, inputs, join
+        self._loss_hessian = loss_hessian(problem, z)
+        # J v without forward mode: the gradient by u of <Jᵀu, v>, linear in u.
+        self._u = torch.zeros_like(z, requires_grad=True)
+        self._JT_u = join(pull(z, inputs, self._u, create_graph=True))
+
+    def __call__(self, v: Tensor) -> Tensor:
+        (Jv,) = pull(self._JT_u, [self._u], v.to(self._JT_u.dtype))
+        return self._join(pull(self._z, self._inputs, self._loss_hessian(Jv)))
 
 
 class _LossHessian:
@@ -97,8 +110,7 @@ class _LossHessian:
 
     def __init__(self, problem: LayerLoss, z: Tensor) -> None:
         self._z = z.detach().requires_grad_()
-        with torch.enable_grad():
-            loss = problem.loss_fn(self._z, problem.y)
+        loss = problem.loss(self._z)
         (self._g,) = pull(loss, [self._z], torch.ones_like(loss), create_graph=True)
 
     def __call__(self, v: Tensor) -> Tensor:
@@ -118,11 +130,16 @@ def one_tensor(output: object) -> Tensor:
         TypeError: If it is not: the Gauss-Newton matrix is defined by it.
     """
     if not isinstance(output, Tensor):
-        raise TypeError(
-            f"The model returns a {type(output).__name__}; the Gauss-Newton matrix and the Fisher factor need one "
-            "tensor. Wrap the model so that it returns what the loss depends on."
-        )
+        raise TypeError(not_one_tensor(output))
     return output
+
+
+def not_one_tensor(output: object) -> str:
+    """What to do about a model's output that is no tensor."""
+    return (
+        f"The model returns a {type(output).__name__}; the Gauss-Newton matrix and the Fisher factor need one "
+        "tensor. Wrap the model so that it returns what the loss depends on."
+    )
 
 
 class OutputHessian:
@@ -135,7 +152,8 @@ class OutputHessian:
         a: Patches, [N, T, G, d_in].
         gradient: ∂f/∂h_t(n), [N, T, G, d_out]; N of them are gradients of one datum's loss where f is a mean.
         output: The model's output, with a graph that begins at the layer's outputs.
-        coupled: Whether a datum's gradient depends on other data, as with BatchNorm in training mode.
+        coupled: Whether a datum's gradient depends on other data, as with BatchNorm in training mode or a loss that
+            compares data.
     """
 
     def __init__(self, problem: LayerLoss) -> None:
@@ -145,16 +163,16 @@ class OutputHessian:
             ValueError: If the layer took no part, or its calls saw different numbers of data.
         """
         passed, geometry = problem.by_outputs(), problem.geometry
-        self._shifts, self._geometry = list(passed.shifts), geometry
+        self.shifts, self._geometry = list(passed.shifts), geometry
         patches = [geometry.patches(geometry.as_batch(x)) for x in passed.inputs]
         if len({a.shape[0] for a in patches}) > 1:
             raise ValueError(f"Layer {problem.name} was called on different numbers of data in one pass.")
         self.a = self._by_group(torch.cat(patches, dim=1))
         self.output = passed.output
-        grads = pull(passed.loss, self._shifts, torch.ones_like(passed.loss), create_graph=True)
+        grads = pull(passed.loss, self.shifts, torch.ones_like(passed.loss), create_graph=True)
         self._g = self.located(grads)
         self.gradient = self._g.detach()
-        self.coupled = self._data_are_coupled()
+        self.coupled = couples_data(self, self.gradient)
 
     def _by_group(self, v: Tensor) -> Tensor:
         return v if self._geometry.blocks else v.unsqueeze(2)
@@ -166,20 +184,42 @@ class OutputHessian:
 
     def __call__(self, v: Tensor) -> Tensor:
         """Multiply: [N, T, G, d_out] → [N, T, G, d_out]."""
-        return self.located(pull(self._g, self._shifts, v))
+        return self.located(pull(self._g, self.shifts, v))
 
     def pull_output(self, v: Tensor) -> Tensor:
         """Multiply the transposed Jacobian of the model's output z by h with v, shaped like z: [N, T, G, d_out]."""
-        return self.located(pull(one_tensor(self.output), self._shifts, v))
+        return self.located(pull(one_tensor(self.output), self.shifts, v))
 
-    def _data_are_coupled(self) -> bool:
-        N = self._g.shape[0]
-        if N < 2:
-            return False
-        # Does a push at half of the data, drawn at random, reach the others? (The global generator is not ours.)
-        generator = torch.Generator().manual_seed(0)
-        v = torch.randn(self._g.shape, generator=generator, dtype=torch.float32, device="cpu").to(self._g)
-        others = torch.randperm(N, generator=generator, device="cpu")[N // 2 :].to(self._g.device)
-        v[others] = 0
-        Hv = self(v).abs()
-        return bool(Hv[others].max() > 1e3 * torch.finfo(Hv.dtype).eps * Hv.max())
+
+class OutputGGN:
+    """Products with the Gauss-Newton part of :class:`OutputHessian`, in whose place it can stand: Jᵀ (∂²ℓ/∂z²) J.
+
+    J = ∂z/∂h, z the model's output, of any shape and order. The attributes are those of :class:`OutputHessian`.
+    """
+
+    def __init__(self, problem: LayerLoss, hessian: OutputHessian) -> None:
+        """Use the graph of the model's output that ``hessian`` holds.
+
+        Raises:
+            TypeError: If the model's output is not one tensor.
+        """
+        self.a, self.gradient = hessian.a, hessian.gradient
+        self._product = _GaussNewton(problem, one_tensor(hessian.output), hessian.shifts, hessian.located)
+        self.coupled = hessian.coupled or couples_data(self, self.gradient)
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """Multiply: [N, T, G, d_out] → [N, T, G, d_out]."""
+        return self._product(v)
+
+
+def couples_data(product: Callable[[Tensor], Tensor], like: Tensor) -> bool:
+    """Whether a linear map mixes the rows of a tensor [N, ...]: does a push at half of them reach the others?"""
+    N = like.shape[0]
+    if N < 2:
+        return False
+    generator = torch.Generator().manual_seed(0)  # the global one is not ours
+    v = torch.randn(like.shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
+    others = torch.randperm(N, generator=generator, device="cpu")[N // 2 :].to(like.device)
+    v[others] = 0
+    Mv = product(v).abs()
+    return bool(Mv[others].max() > 1e3 * torch.finfo(Mv.dtype).eps * Mv.max())

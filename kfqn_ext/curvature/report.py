@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool2d
 
 from kfqn_ext.curvature.lazy import need
 from kfqn_ext.geometry import LayerGeometry
@@ -102,9 +101,7 @@ class LayerReport:
         if spectrum is not None:
             self.spectra[row.rung] = spectrum.cpu()
         if matrix is not None:
-            whole = torch.block_diag(*matrix).float()  # type: ignore[no-untyped-call]
-            size = min(_PIXELS, whole.shape[0])
-            self.images[row.rung] = adaptive_avg_pool2d(whole[None], size)[0].cpu()
+            self.images[row.rung] = picture(matrix).cpu()
 
     @property
     def title(self) -> str:
@@ -113,6 +110,18 @@ class LayerReport:
         groups = f"{g.groups} groups of " if g.groups > 1 else ""
         W = f"{groups}W {g.d_out} × {g.d_in}"
         return f"{self.name or 'the model'}: {W}, {self.num_data} data, {self.num_locations} locations"
+
+
+def picture(matrix: Tensor) -> Tensor:
+    """A block-diagonal matrix [G, p, p] averaged down to at most 256 × 256; the whole of it is not formed."""
+    groups, p, _ = matrix.shape
+    size, places = min(_PIXELS, groups * p), torch.arange(groups * p, device=matrix.device)
+    pixel = torch.arange(size, device=matrix.device).unsqueeze(-1)
+    start, end = pixel * len(places) // size, -((pixel + 1) * -len(places) // size)  # overlap where they do not divide
+    average = ((start <= places) & (places < end)).float() / (end - start)
+    rows = torch.einsum("gpq,sgq->gps", matrix.float(), average.reshape(size, groups, p))
+    image: Tensor = average @ rows.flatten(0, 1)
+    return image
 
 
 _COLUMNS: dict[str, tuple[str, str]] = {
@@ -144,9 +153,9 @@ class CurvatureReport(Sequence[LayerReport]):
     ``print(report)`` shows a table for each layer, ``report["conv1", "A ⊗ G"]`` is one row.
     """
 
-    def __init__(self, layers: list[LayerReport]) -> None:
-        """Hold the layers' reports."""
-        self.layers = layers
+    def __init__(self, layers: list[LayerReport], notes: Sequence[str] = ()) -> None:
+        """Hold the layers' reports, and notes on the layers that are left out."""
+        self.layers, self.notes = layers, list(notes)
 
     def __len__(self) -> int:
         """Number of layers."""
@@ -177,23 +186,30 @@ class CurvatureReport(Sequence[LayerReport]):
 
     def __str__(self) -> str:
         """Lay the tables out for a terminal."""
-        return "\n\n".join("\n".join([layer.title, *_aligned(_cells(layer)), *layer.notes]) for layer in self.layers)
+        tables = ["\n".join([layer.title, *_aligned(_cells(layer)), *layer.notes]) for layer in self.layers]
+        return "\n\n".join([*tables, *self.notes])
 
     def to_markdown(self, columns: Sequence[str] = ()) -> str:
         """Lay the tables out as Markdown.
 
         Args:
-            columns: Attributes of :class:`Row` to show; all that hold a number if empty.
+            columns: Attributes of :class:`Row` to show, in this order; all that hold a number if empty.
 
         Returns:
             A title and a table for each layer.
+
+        Raises:
+            ValueError: If a column is none of them.
         """
+        unknown = [name for name in columns if name not in _COLUMNS]
+        if unknown:
+            raise ValueError(f"Row has no number {', '.join(unknown)}; choose among {', '.join(_COLUMNS)}.")
         parts = []
         for layer in self.layers:
             head, *body = [[cell.replace("|", "\\|") for cell in row] for row in _cells(layer, columns)]
             lines = [f"| {' | '.join(row)} |" for row in (head, ["---", "---", *["---:"] * (len(head) - 2)], *body)]
             parts.append("\n".join([f"**{layer.title}**", "", *lines, *(f"\n*{note}*" for note in layer.notes)]))
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, *(f"*{note}*" for note in self.notes)])
 
     def to_dataframe(self) -> Any:
         """All numbers as a ``pandas.DataFrame``, one row for each layer and rung; columns as in :class:`Row`.
@@ -220,8 +236,7 @@ class CurvatureReport(Sequence[LayerReport]):
 
 def _cells(layer: LayerReport, columns: Sequence[str] = ()) -> list[list[str]]:
     """The table of a layer: a head and the rows, columns without any number left out."""
-    wanted = [name for name in _COLUMNS if not columns or name in columns]
-    used = [name for name in wanted if any(not math.isnan(getattr(row, name)) for row in layer.rows)]
+    used = [name for name in columns or _COLUMNS if any(not math.isnan(getattr(row, name)) for row in layer.rows)]
     head = ["rung", "paper", *(_COLUMNS[name][0] for name in used)]
     body = [
         [row.rung, row.label, *(_show(getattr(row, name), _COLUMNS[name][1]) for name in used)] for row in layer.rows

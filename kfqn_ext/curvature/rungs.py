@@ -7,12 +7,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from kfqn_ext.curvature.factors import (
-    HasState,
-    gauss_newton_roots,
-    held_damping,
-    held_inverses,
-)
+from kfqn_ext.curvature.factors import HasState, held_damping, held_inverses
 from kfqn_ext.curvature.metrics import damped_solve
 from kfqn_ext.curvature.problem import LayerLoss
 from kfqn_ext.curvature.products import OutputHessian
@@ -67,7 +62,7 @@ class Facts:
     Attributes:
         A: E_n[Σ_t a_t a_tᵀ], ``eq_8``, equal to KFAC's Ω: [G, d_in, d_in].
         G: E_n[mean_t G_{t,t}], ``eq_8``: [G, d_out, d_out].
-        Gamma: KFAC's Γ, [G, d_out, d_out]; None where the model's output has no Fisher matrix.
+        Gamma: KFAC's Γ, the mean of G_{t,t}'s Gauss-Newton part, [G, d_out, d_out]; None where it is not known.
         num_data: N.
         num_locations: |T|.
     """
@@ -96,7 +91,7 @@ class Held:
         H_A: [G, d_in, d_in].
         H_G: [G, d_out, d_out].
         damping: λ = λ_A λ_G, which the inverses contain.
-        aim_A: (A + λ_A I)⁻¹ with this minibatch's A.
+        aim_A: (A + λ_A I)⁻¹ with this minibatch's A; NaN, as the others, for λ_A = 0.
         aim_G: (G + λ_G I)⁻¹ with this minibatch's exact G; for an optimizer that keeps a Γ, Γ in place of G.
         start_G: I / λ_G, from which K-BFGS's H_G starts.
     """
@@ -109,21 +104,23 @@ class Held:
     start_G: Tensor
 
     @classmethod
-    def of(cls, problem: LayerLoss, optimizer: HasState, facts: Facts) -> "Held | None":
+    def of(cls, problem: LayerLoss, optimizer: HasState, facts: Facts, damping: float) -> "Held | None":
         """Read an optimizer's public state; None where it holds no inverses for the layer (yet).
 
-        The split of λ is the optimizer's, ``optimizer.recipe.split``, and ``algo_8``'s where it has none.
+        λ is the optimizer's, and ``damping`` where it names none. Its split is the optimizer's,
+        ``optimizer.recipe.split``, and ``algo_8``'s where it has none.
         """
         inverses = held_inverses(optimizer, problem.weight, problem.W.dtype)
         if inverses is None:
             return None
         H_A, H_G = (H if problem.geometry.blocks else H.unsqueeze(0) for H in inverses)
         G = facts.Gamma if "Gamma" in optimizer.state[problem.weight] and facts.Gamma is not None else facts.G
-        lam = held_damping(optimizer, problem.weight) or 0.0
+        own = held_damping(optimizer, problem.weight)
+        lam = damping if own is None else own
         split = getattr(getattr(optimizer, "recipe", None), "split", None)
         damping_A, damping_G = facts.spatial(lam) if split is None else split(lam, _Balance.of(facts))
         known = ((facts.A, damping_A), (G, damping_G), (torch.zeros_like(G), damping_G))
-        aims = [torch.linalg.inv(plus(M, damping)) for M, damping in known]
+        aims = [_inverse(M, damping) for M, damping in known]
         return cls(H_A, H_G, float(torch.as_tensor(damping_A * damping_G).mean()), *aims)
 
 
@@ -164,39 +161,37 @@ def paper_rungs(hessian: OutputHessian, sums: KroneckerSums, facts: Facts) -> li
     ]
 
 
-def fisher_rungs(problem: LayerLoss, hessian: OutputHessian, facts: Facts) -> list[Rung]:
+def fisher_rungs(gauss_newton: KroneckerSums | None, facts: Facts) -> list[Rung]:
     """Build the Gauss-Newton block and KFAC's Ω ⊗ Γ, with the expectation over the predictive distribution exact.
 
     Args:
-        problem: The layer.
-        hessian: Its output Hessian.
+        gauss_newton: The sums of the Gauss-Newton part of the Hessian by the layer's outputs.
         facts: The factors.
 
     Returns:
-        Both rungs; none where the model's output has no Fisher matrix.
+        Both rungs; none without the sums.
     """
-    if facts.Gamma is None:
+    if gauss_newton is None or facts.Gamma is None:
         return []
-    gauss_newton = torch.zeros((), dtype=problem.W.dtype, device=problem.W.device)
-    for V in gauss_newton_roots(problem, hessian):
-        v = vec(V)
-        gauss_newton = gauss_newton + torch.einsum("mgp,mgq->gpq", v, v)
-    return [Rung("Gauss-Newton", "", gauss_newton), Rung("Ω ⊗ Γ", "algo_1", kron(facts.A, facts.Gamma))]
+    return [Rung("Gauss-Newton", "", gauss_newton.exact), Rung("Ω ⊗ Γ", "algo_1", kron(facts.A, facts.Gamma))]
 
 
-def held_rungs(problem: LayerLoss, optimizers: Mapping[str, HasState], facts: Facts) -> Iterator[Rung | str]:
+def held_rungs(
+    problem: LayerLoss, optimizers: Mapping[str, HasState], facts: Facts, damping: float
+) -> Iterator[Rung | str]:
     """Build H_A⁻¹ ⊗ H_G⁻¹ of each optimizer, or say that it has none.
 
     Args:
         problem: The layer.
         optimizers: By the name to show.
         facts: The factors.
+        damping: λ of an optimizer that names none.
 
     Yields:
         A rung, or a remark.
     """
     for name, optimizer in optimizers.items():
-        held = Held.of(problem, optimizer, facts)
+        held = Held.of(problem, optimizer, facts, damping)
         if held is None:
             yield f"{name} holds no H_A and H_G for layer {problem.name} (yet)."
             continue
@@ -230,3 +225,10 @@ def plus(matrix: Tensor, damping: float | Tensor) -> Tensor:
     damped = matrix.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping)
     return damped
+
+
+def _inverse(matrix: Tensor, damping: float | Tensor) -> Tensor:
+    """(M + λI)⁻¹; NaN where there is no λ, without which M may have no inverse."""
+    inverse = torch.linalg.inv_ex(plus(matrix, damping)).inverse
+    damped = torch.as_tensor(damping, device=matrix.device) > 0
+    return torch.where(damped[..., None, None], inverse, torch.nan)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kfqn_ext.curvature.products import OutputHessian
+from kfqn_ext.curvature.products import OutputGGN, OutputHessian
 
 
 @dataclass(frozen=True)
 class KroneckerSums:
-    """A layer's block from the Hessian by its outputs, at three degrees of approximation.
+    """A layer's block from the Hessian by its outputs, at two degrees of approximation, or from its Gauss-Newton part.
 
     Matrices are [G, p, p] with p = d_in · d_out in the paper's order, one a channel group.
 
@@ -28,13 +28,14 @@ class KroneckerSums:
     G_tt: Tensor
 
 
-def kronecker_sums(hessian: OutputHessian, progress: bool = False) -> KroneckerSums:
+def kronecker_sums(hessian: OutputHessian | OutputGGN, progress: bool = False) -> KroneckerSums:
     """Sum A_{t,t'} ⊗ G_{t,t'} without keeping the G_{t,t'}: one row of the Hessian by the outputs at a time.
 
     Costs T · d_out products for independent data, N times as many for coupled data.
 
     Args:
-        hessian: Products with the Hessian of f by the layer's outputs.
+        hessian: Products with the Hessian of f by the layer's outputs, or with its Gauss-Newton part. The sums of the
+            latter are the Gauss-Newton block, and its G_{t,t} average to Γ.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -49,7 +50,7 @@ def _rows(progress: bool, *sizes: int) -> Iterable[tuple[int, ...]]:
     return bar
 
 
-def _independent(hessian: OutputHessian, progress: bool) -> KroneckerSums:
+def _independent(hessian: OutputHessian | OutputGGN, progress: bool) -> KroneckerSums:
     """One product gives a row of every datum's Hessian."""
     a = hessian.a
     (N, T, groups, d_out), d_in = hessian.gradient.shape, a.shape[-1]
@@ -66,7 +67,7 @@ def _independent(hessian: OutputHessian, progress: bool) -> KroneckerSums:
     return KroneckerSums(block, block, G_tt)
 
 
-def _coupled(hessian: OutputHessian, progress: bool) -> KroneckerSums:
+def _coupled(hessian: OutputHessian | OutputGGN, progress: bool) -> KroneckerSums:
     """Every pair of data counts: each row belongs to one datum and reaches all others."""
     a = hessian.a
     (N, T, groups, d_out), d_in = hessian.gradient.shape, a.shape[-1]

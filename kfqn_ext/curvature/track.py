@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from kfqn_ext.curvature.entry import measuring
+from kfqn_ext.curvature.exact import MEMORY_BUDGET
 from kfqn_ext.curvature.factors import HasState
-from kfqn_ext.curvature.ladder import curvature_ladder
+from kfqn_ext.curvature.ladder import check_memory, check_numbers, curvature_ladder, used_layers
 from kfqn_ext.curvature.lazy import need
 from kfqn_ext.curvature.plots import plot_tracks
 from kfqn_ext.curvature.problem import LossFn
@@ -71,6 +73,7 @@ class CurvatureTracker:
         plot_tracks({self._name: self.reports}, path)
 
 
+@measuring()
 def track_curvature(
     optimizer: HasState,
     model: nn.Module,
@@ -83,6 +86,7 @@ def track_curvature(
     name: str | None = None,
     damping: float | None = None,
     dtype: torch.dtype | None = torch.float64,
+    memory_budget: int = 4 * MEMORY_BUDGET,
     progress: bool = False,
 ) -> CurvatureTracker:
     """Make a callback that compares an optimizer's H_A and H_G with the exact curvature during training.
@@ -113,15 +117,25 @@ def track_curvature(
         name: Name of the optimizer in the reports; its class by default.
         damping: λ of the rungs without damping of their own; the optimizer's by default.
         dtype: Dtype to compute in; None for the model's own.
+        memory_budget: As :func:`curvature_ladder`.
         progress: Whether to show progress bars in a measurement.
 
     Returns:
         The tracker: call it after each step.
 
     Raises:
-        ValueError: If ``steps`` is a number below 1.
+        ValueError: If ``steps`` is neither an integer of at least 1 nor a collection of them; and, before a step of
+            training is spent, as :func:`curvature_ladder`.
+        UnsupportedLayerError: As :func:`curvature_ladder`.
+        MemoryError: As :func:`curvature_ladder`.
     """
-    if isinstance(steps, int) and steps < 1:
-        raise ValueError(f"steps={steps}: measure every so many steps, at least 1.")
+    if not isinstance(steps, (int, Container)) or (isinstance(steps, int) and steps < 1):
+        raise ValueError(
+            f"steps={steps}: give an integer, at least 1, to measure every so many steps, or a set of them."
+        )
+    check_numbers(model, damping, dtype)
+    layers = layers if layers is None or isinstance(layers, (str, nn.Module)) else list(layers)
+    check_memory(used_layers(model, loss_fn, x, y, layers, dtype)[0], memory_budget, 1)
     ladder = dict(model=model, loss_fn=loss_fn, x=x, y=y, layers=layers, damping=damping, dtype=dtype)
-    return CurvatureTracker(optimizer, steps, name or type(optimizer).__name__, {**ladder, "progress": progress})
+    ladder |= dict(memory_budget=memory_budget, progress=progress)
+    return CurvatureTracker(optimizer, steps, name or type(optimizer).__name__, ladder)

@@ -116,8 +116,9 @@ def test_products_equal_blocks(loss: str) -> None:
     model, x, y = residual(nn.Tanh(), groups=2)
     for kind, form in ((HessianProduct, exact_block), (GGNProduct, exact_ggn_block)):
         for layer in ("first", "second"):
-            product, B = kind(LayerLoss(model, LOSSES[loss], x, y, layer)), form(model, LOSSES[loss], x, y, layer)
-            V = torch.randn_like(product._W)
+            problem = LayerLoss(model, LOSSES[loss], x, y, layer)
+            product, B = kind(problem), form(model, LOSSES[loss], x, y, layer)
+            V = torch.randn_like(problem.W)
             expected = torch.einsum("...pq,...q->...p", B, V.mT.flatten(-2))
             torch.testing.assert_close(product(V).mT.flatten(-2), expected, rtol=1e-9, atol=1e-12)
 

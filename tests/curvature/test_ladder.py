@@ -3,7 +3,6 @@
 import copy
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from kfqn_ext import KBFGS, KBFGSL, Minibatch
-from kfqn_ext.curvature import CurvatureReport, curvature_ladder, exact_block, exact_ggn_block
-from kfqn_ext.curvature.factors import expected_fisher_factor, gram, held_inverses
+from kfqn_ext.curvature import CurvatureReport, curvature_ladder, estimate_curvature, exact_block, exact_ggn_block
+from kfqn_ext.curvature.factors import gram, held_inverses
 from kfqn_ext.curvature.ladder import default_damping
 from kfqn_ext.curvature.problem import LayerLoss
-from kfqn_ext.curvature.products import OutputHessian
+from kfqn_ext.curvature.products import OutputGGN, OutputHessian
 from kfqn_ext.curvature.report import FLOOR, GRADIENT
+from kfqn_ext.curvature.sums import kronecker_sums
 from kfqn_ext.linalg.nearest import kron
 from kfqn_ext.optim import KBFGS20, KFAC, ProvableKBFGSL, splits
 from tests import reference as ref
@@ -71,13 +71,17 @@ def test_no_single_product_beats_the_nearest(seed: int, activation: str, train: 
 # --------------------------------------------------------------------------------------------- the rungs
 
 
+def exact_gamma(problem: LayerLoss, hessian: OutputHessian) -> torch.Tensor:
+    return kronecker_sums(OutputGGN(problem, hessian)).G_tt.mean((0, 1))
+
+
 @pytest.mark.parametrize("layer", ["0", "3", "6"])
 def test_fisher_factors_equal_curvlinops(layer: str) -> None:
     """Ω ⊗ Γ with the expectation over the predictive distribution, and the oracle's Ω."""
     model, x, y = plain()
     problem = LayerLoss(model, cross_entropy, x, y, layer)
     hessian = OutputHessian(problem)
-    ours = kron(gram(hessian.a), expected_fisher_factor(problem, hessian))[0]
+    ours = kron(gram(hessian.a), exact_gamma(problem, hessian))[0]
     module = model.get_submodule(layer)
     kfac = KFACLinearOperator(
         model,
@@ -100,7 +104,7 @@ def test_expected_fisher_factor_is_the_mean_over_targets(loss: str) -> None:
     x, y = images(2, 3, 3)
     model = ready(PerLocation(nn.Conv2d(2, 3, 2), nn.Tanh()), x)
     problem = LayerLoss(model, LOSSES[loss], x, y, "layer")
-    found = expected_fisher_factor(problem, OutputHessian(problem))[0]
+    found = exact_gamma(problem, OutputHessian(problem))[0]
     if loss == "squared":  # its predictive distribution is continuous; its Gauss-Newton matrix has Γ on the diagonal
         assert float(torch.linalg.eigvalsh(found).min()) > -1e-12
         return
@@ -167,8 +171,6 @@ def test_a_held_inverse_that_is_exact_has_no_error() -> None:
     T = hessian.a.shape[1]
     report = ladder(model, x, y, ["second"], damping=lam)
     target = report["second", "(A + λ_A I) ⊗ (G + λ_G I)"]
-    from kfqn_ext.curvature.sums import kronecker_sums
-
     G = kronecker_sums(hessian).G_tt.mean((0, 1))[0]
 
     class StandIn:
@@ -184,6 +186,30 @@ def test_a_held_inverse_that_is_exact_has_no_error() -> None:
     assert row.H_A_error < 1e-10 and row.H_G_error < 1e-10 and row.H_aim_error < 1e-10
     for name in ("error", "cosine", "angle", "share", "H_error", "H_exact_error"):
         assert math.isclose(getattr(row, name), getattr(target, name), rel_tol=1e-7), name
+
+
+@pytest.mark.parametrize("groups", [None, [], "no damping", 0.0])
+def test_stand_ins_need_nothing_but_state(groups: Any) -> None:
+    """λ is the call's where the stand-in names none; without λ there is no aim, and no number about it."""
+    model, x, y, optimizer = trained()
+    state = {model.second.weight: dict(optimizer.state[model.second.weight])}
+    stand_in = type("StandIn", (), {"state": state})()
+    if groups is not None:
+        named = {"params": [model.second.weight], **({} if groups == "no damping" else {"damping": groups})}
+        stand_in.param_groups = [named] if groups != [] else []
+    for function in (curvature_ladder, estimate_curvature):
+        for damping in (1.0, None):
+            more: Any = {"damping": damping, "progress": False}
+            rung = "held: H_A⁻¹ ⊗ H_G⁻¹"
+            row = function(model, cross_entropy, x, y, ["second"], {"held": stand_in}, **more)["second", rung]
+            assert row.error > 0 and row.angle > 0
+            expected = function(model, cross_entropy, x, y, ["second"], {"held": optimizer}, **more)["second", rung]
+            for name in ("H_A_error", "H_G_error", "start_G_error", "H_aim_error", "H_exact_error", "damping"):
+                value, target = getattr(row, name), getattr(expected, name)
+                if groups == 0.0 and name != "damping":
+                    assert math.isnan(value), name
+                elif damping == 1.0:  # the optimizer's own
+                    assert math.isclose(value, target, rel_tol=1e-6) or math.isnan(value) and math.isnan(target), name
 
 
 @pytest.mark.parametrize(
@@ -245,69 +271,3 @@ def test_extra_rungs() -> None:
     assert report["last", "factors"].highest == 1.0
     with pytest.raises(ValueError, match=r"Rung 'wrong' of layer last has shape \[2, 2\], not \[51, 51\]"):
         ladder(model, x, y, ["last"], extra=lambda name: {"wrong": torch.eye(2)})
-
-
-# --------------------------------------------------------------------------------------------- the report
-
-
-def test_report_prints_and_converts(tmp_path: Path) -> None:
-    model, x, y, optimizer = trained()
-    report = ladder(model, x, y, optimizers=optimizer)
-    text = str(report)
-    assert "second: 2 groups of W 2 × 19, 4 data, 16 locations" in text
-    assert text.count("thm_4") == 3 and "KBFGS: H_A⁻¹ ⊗ H_G⁻¹" in text
-    frame = report.to_dataframe()
-    assert set(frame["layer"]) == {"first", "second", "last"}
-    row = frame[(frame.layer == "first") & (frame.rung == "A ⊗ G")].iloc[0]
-    assert row.error == report["first", "A ⊗ G"].error
-    markdown = report.to_markdown()
-    assert markdown.count("| rung | paper |") == 3
-    path = tmp_path / "new folder" / "ladder.png"
-    report.plot(path)
-    assert path.stat().st_size > 10_000
-    assert len(report) == 3 and report[0] is report["first"] and [layer.name for layer in report][1] == "second"
-
-
-def test_report_names_what_it_has() -> None:
-    model, x, y = residual(nn.Tanh())
-    report = ladder(model, x, y, ["last"])
-    with pytest.raises(KeyError, match="No layer 'first'; there are 'last'"):
-        report["first"]
-    with pytest.raises(KeyError, match=r"No rung .*A.*; there are .*exact block"):
-        report["last", "A"]
-
-
-def test_mistakes_are_named() -> None:
-    model, x, y = residual(nn.Tanh())
-    with pytest.raises(MemoryError, match="layer first .*matrices of its size.*estimate_curvature"):
-        ladder(model, x, y, memory_budget=1000)
-    with pytest.raises(ValueError, match="Sequential has no linear or convolutional layer"):
-        ladder(nn.Sequential(nn.Tanh()), x, y)
-
-
-def test_outputs_that_are_no_tensor_have_no_fisher_rungs() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, CLASSES)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-            return torch.tanh(self.inner(x)), 0
-
-    x, y = torch.randn(N, 3), torch.arange(N) % CLASSES
-    report = curvature_ladder(Pair(), lambda z, y: cross_entropy(z[0], y), x, y, progress=False)
-    assert "The model returns a tuple" in str(report) and "Γ" not in str(report)
-
-
-@pytest.mark.parametrize(("library", "call"), [("pandas", "to_dataframe"), ("matplotlib", "plot")])
-def test_missing_libraries_are_named(library: str, call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kfqn_ext.curvature import lazy
-
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
-
-    model, x, y = residual(nn.Tanh())
-    report = ladder(model, x, y, ["last"])
-    monkeypatch.setattr(lazy, "import_module", missing)
-    with pytest.raises(ModuleNotFoundError, match=rf"{library}, .*pip install kfqn-ext\[curvature\]"):
-        report.plot(tmp_path / "x.png") if call == "plot" else report.to_dataframe()
