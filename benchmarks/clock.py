@@ -4,7 +4,7 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,15 +50,16 @@ class Times:
     errors: dict[str, str] = field(default_factory=dict)
 
     def median(self, name: str) -> float:
-        """Median ratio to the base. The first turn warms up: it counts for what is too slow to be run again."""
-        return statistics.median(_warm(self.ratios[name]))
+        """Median ratio to the base."""
+        return statistics.median(counted(self.ratios[name]))
 
     def base_seconds(self, base: str) -> float:
         """Median seconds of the base."""
-        return statistics.median(_warm(self.seconds[base]))
+        return statistics.median(counted(self.seconds[base]))
 
 
-def _warm(values: list[float]) -> list[float]:
+def counted(values: Sequence[float]) -> Sequence[float]:
+    """What a median is of: the first turn warms up, and counts only for what is too slow to be run again."""
     return values[1:] or values
 
 

@@ -17,7 +17,7 @@ from benchmarks.report import draw, render
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options.parser(__doc__)
-    options.add_pages(parser)
+    options.add_outputs(parser, figure=True)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="which ones")
     args = parser.parse_args(arguments)
     device = prepare(args.device)

@@ -26,10 +26,12 @@ class Contender:
     Attributes:
         build: Makes it, takes its first step, and says what kinds of steps it takes.
         rows: Rows of the table: the shares of the kinds of steps that make up a mean step.
+        package: What ``build`` imports of another package.
     """
 
     build: Callable[[Setup], Ready]
     rows: Mapping[str, Shares]
+    package: str | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -126,10 +128,12 @@ CONTENDERS: dict[str, Contender] = {
         _kfac(direction_dtype=torch.bfloat16, second_pass_fraction=0.25),
         {"KFAC (10, 100), bfloat16, factors from a quarter": every_two(10, 100)},
     ),
-    "curvlinops": Contender(peers.curvlinops_kfac, {"curvlinops' KFAC (10)": every(10)}),
-    "singd": Contender(peers.singd, {"singd (10)": every(10)}),
-    "asdfghjkl": Contender(peers.asdfghjkl_kfac, {"asdfghjkl's KFAC (10, 100)": every_two(10, 100)}),
+    "curvlinops": Contender(peers.curvlinops_kfac, {"curvlinops' KFAC (10)": every(10)}, "curvlinops"),
+    "singd": Contender(peers.singd, {"singd (10)": every(10)}, "singd.optim.optimizer"),
+    "asdfghjkl": Contender(peers.asdfghjkl_kfac, {"asdfghjkl's KFAC (10)": every(10)}, "asdl.precondition"),
     "shampoo": Contender(
-        peers.shampoo, {"pytorch-optimizer's Shampoo (1)": {"due": 1}, "pytorch-optimizer's Shampoo (10)": every(10)}
+        peers.shampoo,
+        {"pytorch-optimizer's Shampoo (1)": {"due": 1}, "pytorch-optimizer's Shampoo (10)": every(10)},
+        "pytorch_optimizer",
     ),
 }

@@ -8,7 +8,6 @@ one thread.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,17 +49,29 @@ class Floor:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options.parser(__doc__)
-    parser.add_argument("--docs", type=Path, help="put the table between the marks of this page")
+    options.add_outputs(parser)
     args = parser.parse_args(arguments)
     device = clock.prepare(args.device)
-    rows = [["of", "is 1", "besides", "floor", "measured"]]
+    found: dict[str, dict[str, float]] = {}
     for problem in args.problem:
         make = partial(set_up, (QUICK if args.quick else PROBLEMS)[problem], device)
-        rows += _rows([floor for floor in FLOORS if floor.problem == problem], make, args.turns, device)
-    options.show(args.docs, "floors", markdown(rows))
+        found |= _ratios([floor for floor in FLOORS if floor.problem == problem], make, args.turns, device)
+    options.finish(args, "floors", device, {"floors": found}, render)
 
 
-def _rows(floors: list[Floor], make: Callable[[], Setup], turns: int, device: torch.device) -> list[list[str]]:
+def render(results: dict[str, Any]) -> str:
+    """A row a floor that was measured."""
+    rows = [["of", "is 1", "besides", "floor", "measured"]]
+    for floor in FLOORS:
+        if floor.row in results["floors"]:
+            ratios = results["floors"][floor.row]
+            rows.append([floor.row, floor.base, floor.done, *(f"{ratios[key]:.2f}" for key in ("floor", "measured"))])
+    return markdown(rows)
+
+
+def _ratios(
+    floors: list[Floor], make: Callable[[], Setup], turns: int, device: torch.device
+) -> dict[str, dict[str, float]]:
     runs = {name: build(make()) for name, build in BASES.items()}
     before, step = dict(runs), runs[SGD]
     for floor in floors:
@@ -69,11 +80,11 @@ def _rows(floors: list[Floor], make: Callable[[], Setup], turns: int, device: to
         before[_bare(floor)] = lambda bare=bare: (bare(), step())
         before[floor.row], runs[floor.row] = floor.ours(make())
     times = clock.interleave(runs, SGD, turns, device, before)
-    rows = []
+    found = {}
     for floor in floors:
         least, ours = (times.median(name) / times.median(floor.base) for name in (_bare(floor), floor.row))
-        rows.append([floor.row, floor.base, floor.done, f"{1 + least:.2f}", f"{ours:.2f}"])
-    return rows
+        found[floor.row] = {"floor": 1 + least, "measured": ours}
+    return found
 
 
 def _bare(floor: Floor) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,7 +56,9 @@ def _send(sender: Connection, *args: Any) -> None:
 
 
 def _measure_here(contender: str, problem: str, quick: bool, device_name: str) -> Memory:
-    device = prepare(device_name)
+    device, package = prepare(device_name), CONTENDERS[contender].package
+    if package is not None:
+        import_module(package)  # before the peak starts: code is not what an optimizer takes
     setup = set_up((QUICK if quick else PROBLEMS)[problem], device)
     peak = _peak_on_gpu(device) if device.type == "cuda" else _peak_of_process()
     ready = CONTENDERS[contender].build(setup)

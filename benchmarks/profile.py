@@ -120,7 +120,7 @@ def draw(seconds: dict[str, float], title: str, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options.parser(__doc__)
-    options.add_pages(parser)
+    options.add_outputs(parser, figure=True)
     parser.set_defaults(problem=["resnet32"])
     parser.add_argument("--method", choices=METHODS, default="kbfgs")
     parser.add_argument("--update-freq", type=int, default=1, help="T; T₂ for KFAC")
@@ -128,20 +128,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     device = prepare(args.device)
     found: dict[str, dict[str, float]] = {}
-    tables = []
     for problem in args.problem:
         workload = (QUICK if args.quick else PROBLEMS)[problem]
         freq = Frequencies(T=args.update_freq, T1=args.stats_update_freq)
         seconds = Profile(workload, args.method, freq, device).measure(args.turns, steps=0).seconds
-        found[problem] = seconds
-        title, total = f"{METHODS[args.method].title}, {workload.name}", sum(seconds.values())
-        rows = [[title, "ms", "%"]]
-        rows += [[part, f"{1e3 * s:.2f}", f"{100 * s / total:.1f}"] for part, s in seconds.items()]
-        tables.append(markdown(rows))
+        title = f"{METHODS[args.method].title}, {workload.name}"
+        found[title] = seconds
         if args.figure is not None:
             draw(seconds, title, args.figure.with_stem(f"{args.figure.stem}-{problem}"))
-    options.write(args.json, {**options.facts(device, "benchmarks.profile"), "seconds": found})
-    options.show(args.docs, "profile", "\n\n".join(tables))
+    options.finish(args, "profile", device, {"seconds": found}, render)
+
+
+def render(results: dict[str, Any]) -> str:
+    """A table a network: milliseconds and shares of the parts."""
+    tables = []
+    for title, seconds in results["seconds"].items():
+        total = sum(seconds.values())
+        rows = [[part, f"{1e3 * s:.2f}", f"{100 * s / total:.1f}"] for part, s in seconds.items()]
+        tables.append(markdown([[title, "ms", "%"], *rows]))
+    return "\n\n".join(tables)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def regressions(measured: Mapping[str, float], recorded: Mapping[str, float]) ->
 
 def main() -> None:
     parser = options.parser(__doc__)
-    parser.set_defaults(json=RECORDED)
+    parser.add_argument("--json", type=Path, default=RECORDED, help="file for the numbers")
     args = parser.parse_args()
     device = prepare(args.device)
     measured = ratios(tqdm(args.problem, leave=False), args.turns, args.quick, device)

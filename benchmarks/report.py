@@ -10,6 +10,8 @@ matplotlib.use("Agg")  # draws to files, so that no display is needed
 
 import matplotlib.pyplot as plt
 
+from benchmarks.clock import counted
+from benchmarks.contenders import CONTENDERS
 from benchmarks.targets import TARGETS, row
 
 MB = 1e6
@@ -43,18 +45,26 @@ def _targets(problems: dict[str, Any]) -> str:
 
 
 def _setting(problem: dict[str, Any]) -> str:
-    return f"A step of SGD-m takes {1e3 * problem['step_seconds']:.0f} ms; medians of {problem['turns']} turns."
+    return f"A step of SGD-m takes {1e3 * problem['step_seconds']:.0f} ms; {problem['turns']} turns."
 
 
 def _steps(problem: dict[str, Any]) -> str:
     adam = row(problem, "Adam").get("state")
-    rows = [["optimizer", "time of a step ÷ SGD-m's", "peak memory, MB", "state, MB", "state ÷ Adam's"]]
+    rows = [["optimizer", "time of a step ÷ SGD-m's", "median of", "peak memory, MB", "state, MB", "state ÷ Adam's"]]
     for line in problem["rows"]:
         name = line["row"] if line["error"] is None else _failure(line["row"], line["error"])
         state = line["state"]
         share = state / adam if state is not None and adam else None
-        rows.append([name, _number(line["time"]), _megabytes(line["peak"]), _megabytes(state), _number(share)])
+        time = [_number(line["time"]), _runs(line["row"], problem["steps"])]
+        rows.append([name, *time, _megabytes(line["peak"]), _megabytes(state), _number(share)])
     return markdown(rows)
+
+
+def _runs(title: str, steps: dict[str, Any]) -> str:
+    """How many runs a row's median is of: of its kinds of steps, the one that ran least."""
+    kinds = [f"{name}: {kind}" for name, other in CONTENDERS.items() for kind in other.rows.get(title, ())]
+    runs = [len(counted(range(steps[kind]["runs"]))) for kind in kinds if kind in steps]
+    return str(min(runs)) if runs else ""
 
 
 def _extraction(problem: dict[str, Any]) -> str:

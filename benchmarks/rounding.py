@@ -7,9 +7,9 @@ rounded inverses: relative error, cosine, and how much of ⟨p, M⟩ is kept; an
 before and after rounding, by which one sees whether an inverse could be *kept* in bfloat16.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +21,22 @@ from examples.paper.problems import PROBLEMS
 from kfqn_ext.optim import KBFGS, blocks
 from kfqn_ext.optim.rounded import RoundedInverses
 
+_CELLS = [
+    *("{error:.1e}", "{1 - cosine:.0e}", "{kept:.4f}"),
+    *("{H_A smallest:.1e}, {H_A largest:.1e}", "{H_A rounded:.1e}", "{H_G smallest:.1e}", "{H_G rounded:.1e}"),
+]
 HEAD = ["layer", "error", "1 - cosine", "⟨p, M⟩ kept", "H_A: smallest, largest", "rounded", "H_G: smallest", "rounded"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.plain(__doc__)
+    options.add_outputs(parser)
     parser.add_argument("--problem", default="mnist", choices=["mnist", "digits", "curves-generated"])
     parser.add_argument("--data-root", type=Path, default=Path("data"))
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--docs", type=Path, help="put the table between the marks of this page")
     args = parser.parse_args(arguments)
-    options.show(args.docs, "rounding", render(train(args.problem, args.data_root, args.steps)))
+    layers = compare(train(args.problem, args.data_root, args.steps))
+    options.finish(args, "rounding", torch.device("cpu"), {"layers": layers}, render)
 
 
 def train(name: str, root: Path, steps: int) -> KBFGS:
@@ -46,28 +51,33 @@ def train(name: str, root: Path, steps: int) -> KBFGS:
     return optimizer
 
 
-def render(optimizer: KBFGS) -> str:
-    """Lay out one row a layer."""
+def compare(optimizer: KBFGS) -> dict[str, dict[str, float]]:
+    """What rounding does to each layer."""
     rounded = RoundedInverses()
-    rows = []
+    found = {}
     for layer, _ in optimizer._layers():
         state = optimizer.state[layer.weight]
         view, M = rounded.view(layer.weight, state, torch.bfloat16), state["momentum"]
         p, q = (blocks.precondition(s, optimizer.recipe, M) for s in (state, view))
         cosine = (p * q).sum() / (p.norm() * q.norm())
         A, A_rounded, G, G_rounded = (_eigenvalues(s[key]) for key in ("H_A", "H_G") for s in (state, view))
-        rows.append(
-            [
-                layer.name,
-                f"{(p - q).norm() / p.norm():.1e}",
-                f"{1 - cosine:.0e}",
-                f"{(q * M).sum() / (p * M).sum():.4f}",
-                f"{A[0]:.1e}, {A[-1]:.1e}",
-                f"{A_rounded[0]:.1e}",
-                f"{G[0]:.1e}",
-                f"{G_rounded[0]:.1e}",
-            ]
-        )
+        numbers = {
+            "error": (p - q).norm() / p.norm(),
+            "1 - cosine": 1 - cosine,
+            "kept": (q * M).sum() / (p * M).sum(),
+            "H_A smallest": A[0],
+            "H_A largest": A[-1],
+            "H_A rounded": A_rounded[0],
+            "H_G smallest": G[0],
+            "H_G rounded": G_rounded[0],
+        }
+        found[layer.name] = {name: number.item() for name, number in numbers.items()}
+    return found
+
+
+def render(results: dict[str, Any]) -> str:
+    """Lay out one row a layer."""
+    rows = [[name, *(cell.format_map(row) for cell in _CELLS)] for name, row in results["layers"].items()]
     return "\n".join("| " + " | ".join(row) + " |" for row in [HEAD, ["---"] * len(HEAD), *rows])
 
 

@@ -1,8 +1,9 @@
 """How the parts of a K-BFGS step grow with batch, width, locations and layers: ``python -m benchmarks.scaling``.
 
 A stack of equal 3×3 convolutions, one size varied at a time. Exponents are slopes of log time against log size over the
-upper half of the sizes, beside the slopes of ``table_5``'s multiplications over the same sizes: fixed costs of a call
-flatten the measured ones, and so does a product that reaches the processor's speed at large sizes only.
+upper half of the sizes, which the table names, beside the slopes of ``table_5``'s multiplications over the same half:
+fixed costs of a call flatten the measured ones, and so does a product that reaches the processor's speed at large sizes
+only.
 """
 
 import math
@@ -67,10 +68,14 @@ def size(name: str, stack: Stack) -> int:
     return stack.side**2 if name == "locations" else getattr(stack, name)
 
 
+def upper_half(values: Sequence[float]) -> Sequence[float]:
+    """What exponents are fitted to, two values at least."""
+    return values[-max(2, math.ceil(len(values) / 2)) :]
+
+
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Least-squares slope of log y against log x over the upper half of the points, two at least."""
-    half = max(2, math.ceil(len(xs) / 2))
-    points = [(math.log(x), math.log(y)) for x, y in zip(xs[-half:], ys[-half:], strict=True) if y > 0]
+    """Least-squares slope of log y against log x over the upper half of the points."""
+    points = [(math.log(x), math.log(y)) for x, y in zip(upper_half(xs), upper_half(ys), strict=True) if y > 0]
     if len(points) < 2:
         return math.nan
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
@@ -98,12 +103,13 @@ def measure(sweep: Sequence[Stack], name: str, repeats: int, device: torch.devic
     return {"sizes": sizes, "parts": parts}
 
 
-def render(sweeps: dict[str, Any]) -> str:
-    """Exponents, measured and of ``table_5``."""
+def render(results: dict[str, Any]) -> str:
+    """Exponents, measured and of ``table_5``, each row with the sizes that they are fitted to."""
     rows = [["size", *PARTS]]
-    for name, sweep in sweeps.items():
+    for name, sweep in results["sweeps"].items():
+        fitted = upper_half(sweep["sizes"])
         cells = [f"{p['exponent']:.2f} ({p['table_5']:.2f})" for p in (sweep["parts"][part] for part in PARTS)]
-        rows.append([f"{name} {sweep['sizes'][0]} to {sweep['sizes'][-1]}", *cells])
+        rows.append([f"{name} {fitted[0]} to {fitted[-1]}", *cells])
     return "Exponents, measured (`table_5`):\n\n" + markdown(rows)
 
 
@@ -121,15 +127,14 @@ def draw(sweeps: dict[str, Any], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options.parser(__doc__, problems=False)
-    options.add_pages(parser)
+    options.add_outputs(parser, figure=True)
     args = parser.parse_args(arguments)
     device = prepare(args.device)
     chosen = QUICK_SWEEPS if args.quick else SWEEPS
     sweeps = {name: measure(sweep, name, args.turns, device) for name, sweep in tqdm(chosen.items(), leave=False)}
-    options.write(args.json, {**options.facts(device, "benchmarks.scaling"), "sweeps": sweeps})
     if args.figure is not None:
         draw(sweeps, args.figure)
-    options.show(args.docs, "scaling", render(sweeps))
+    options.finish(args, "scaling", device, {"sweeps": sweeps}, render)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,11 @@ Products in float32 and bfloat16, directions into kept buffers, layers of equal 
 ``torch.compile`` of the BFGS update. Milliseconds of process time, medians, one thread.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,38 +24,46 @@ UPDATES = (17, 145, 577, 1001, 2305)
 
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", type=Path, help="put the tables between the marks of this page")
+    parser = options.plain(__doc__)
+    options.add_outputs(parser)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     few = slice(-1, None) if args.quick else slice(None)
-    tables = [products(PRODUCTS[few]), batched(EQUAL_LAYERS[few])]
-    tables += [] if args.quick else [compiled(UPDATES)]
-    options.show(args.docs, "tried", "\n\n".join(tables))
+    numbers: dict[str, list[list[float]]] = {
+        "products": [[m, d, *product(m, d)] for m, d in PRODUCTS[few]],
+        "equal layers": [[*shape, *equal_layers(*shape)] for shape in EQUAL_LAYERS[few]],
+        "updates": [] if args.quick else updates(UPDATES),
+    }
+    options.finish(args, "tried", torch.device("cpu"), numbers, render)
 
 
-def products(shapes: Sequence[tuple[int, int]]) -> str:
+def render(results: dict[str, Any]) -> str:
+    """A table for each thing that was tried."""
+    products = [["M H", "float32", "GFLOP/s", "bfloat16", "GFLOP/s", "into a buffer"]]
+    for m, d, full, low, kept in results["products"]:
+        work = 2e-6 * m * d * d
+        numbers = f"{full:.2f}", f"{work / full:.0f}", f"{low:.2f}", f"{work / low:.0f}", f"{kept:.2f}"
+        products.append([f"{m}×{d}", *numbers])
+    layers = [["layers", "directions one by one", "batched", "updates one by one", "vectors together", "batched"]]
+    for count, d_out, d_in, *times in results["equal layers"]:
+        layers.append([f"{count} of {d_out}×{d_in}", *(f"{ms:.2f}" for ms in times)])
+    compiled = [["BFGS update, d", "eager", "compiled"]]
+    compiled += [[str(d), *(f"{ms:.2f}" for ms in times)] for d, *times in results["updates"]]
+    return "\n\n".join(markdown(table) for table in (products, layers, compiled) if len(table) > 1)
+
+
+def product(m: int, d: int) -> list[float]:
     """M H in float32 and bfloat16, and in bfloat16 into a kept buffer."""
-    rows = [["M H", "float32", "GFLOP/s", "bfloat16", "GFLOP/s", "into a buffer"]]
-    for m, d in shapes:
-        M, H, work = torch.randn(m, d), torch.randn(d, d), 2e-6 * m * d * d
-        low, H_low, out = M.bfloat16(), H.bfloat16(), torch.empty(m, d, dtype=torch.bfloat16)
-        full, rounded = milliseconds(partial(torch.mm, M, H)), milliseconds(partial(torch.mm, low, H_low))
-        kept = milliseconds(partial(torch.mm, low, H_low, out=out))
-        numbers = f"{full:.2f}", f"{work / full:.0f}", f"{rounded:.2f}", f"{work / rounded:.0f}", f"{kept:.2f}"
-        rows.append([f"{m}×{d}", *numbers])
-    return markdown(rows)
+    M, H = torch.randn(m, d), torch.randn(d, d)
+    low, H_low, out = M.bfloat16(), H.bfloat16(), torch.empty(m, d, dtype=torch.bfloat16)
+    runs = partial(torch.mm, M, H), partial(torch.mm, low, H_low), partial(torch.mm, low, H_low, out=out)
+    return [milliseconds(run) for run in runs]
 
 
-def batched(shapes: Sequence[tuple[int, int, int]]) -> str:
+def equal_layers(count: int, d_out: int, d_in: int) -> list[float]:
     """Directions and updates of equal layers: one by one, in one batched call, and (updates) as it is done."""
-    head = ["layers", "directions one by one", "batched", "updates one by one", "vectors together", "batched"]
-    return markdown([head, *(_equal_layers(*shape) for shape in shapes)])
-
-
-def _equal_layers(count: int, d_out: int, d_in: int) -> list[str]:
     M, H = torch.randn(count, d_out, d_in), _inverse(d_in).repeat(count, 1, 1)
     s = torch.randn(count, d_in)
     runs: list[Callable[[], object]] = [
@@ -66,18 +73,16 @@ def _equal_layers(count: int, d_out: int, d_in: int) -> list[str]:
         lambda: bfgs_update_each_(H.unbind(), s, 0.7 * s),
         lambda: bfgs_update_(H, s, 0.7 * s),
     ]
-    return [f"{count} of {d_out}×{d_in}", *(f"{milliseconds(run):.2f}" for run in runs)]
+    return [milliseconds(run) for run in runs]
 
 
-def compiled(sizes: Sequence[int]) -> str:
-    """The BFGS update, eager and compiled."""
-    fast, rows = torch.compile(bfgs_update_), [["BFGS update, d", "eager", "compiled"]]
+def updates(sizes: Sequence[int]) -> list[list[float]]:
+    """Size, and the BFGS update, eager and compiled."""
+    fast, rows = torch.compile(bfgs_update_), []
     for d in sizes:
         H, s = _inverse(d), torch.randn(d)
-        rows.append(
-            [str(d), *(f"{milliseconds(partial(update, H, s, 0.7 * s)):.2f}" for update in (bfgs_update_, fast))]
-        )
-    return markdown(rows)
+        rows.append([d, *(milliseconds(partial(update, H, s, 0.7 * s)) for update in (bfgs_update_, fast))])
+    return rows
 
 
 def _inverse(d: int) -> Tensor:

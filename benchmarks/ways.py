@@ -4,11 +4,9 @@ The usual one, by patches that ``F.unfold`` writes out, beside those among which
 layer's shape. 3×3 kernels, 128 images. Milliseconds of process time, medians, one thread.
 """
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +25,22 @@ _HEAD = ["channels of", "A: patches", "lines", "correlations", "A s: patches", "
 
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", type=Path, help="put the table between the marks of this page")
+    parser = options.plain(__doc__)
+    options.add_outputs(parser)
     parser.add_argument("--batch", type=int, default=128)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    options.show(args.docs, "ways", markdown([_HEAD, *(_row(args.batch, *size) for size in SIZES)]))
+    found = {f"{channels} of {size}×{size}": _milliseconds(args.batch, channels, size) for channels, size in SIZES}
+    options.finish(args, "ways", torch.device("cpu"), {"milliseconds": found}, render)
 
 
-def _row(batch: int, channels: int, size: int) -> list[str]:
+def render(results: dict[str, Any]) -> str:
+    """A row a layer."""
+    return markdown([_HEAD, *([name, *(f"{ms:.2f}" for ms in row)] for name, row in results["milliseconds"].items())])
+
+
+def _milliseconds(batch: int, channels: int, size: int) -> list[float]:
     geometry = cast(ConvGeometry, geometry_of(nn.Conv2d(channels, channels, 3, padding=1, bias=False)))
     x, s = torch.randn(batch, channels, size, size), torch.randn(1, geometry.d_in, 1)
     A, one, none = torch.empty(1, geometry.d_in, geometry.d_in), (1, 1), torch.zeros(1, 1)
@@ -48,7 +52,7 @@ def _row(batch: int, channels: int, size: int) -> list[str]:
         partial(geometry._convolved_product, x, one, s, none),
         partial(geometry._shifted_product, x, one, s, none),
     ]
-    return [f"{channels} of {size}×{size}", *(f"{milliseconds(run):.2f}" for run in runs)]
+    return [milliseconds(run) for run in runs]
 
 
 def _gram_of_patches(x: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ import torch
 from torch import nn
 
 from benchmarks import clock, compare, floors, memory, profile, rounding, scaling, tried, ways
-from benchmarks.contenders import CONTENDERS, every, every_two
-from benchmarks.problems import PROBLEMS, QUICK, set_up
+from benchmarks.contenders import CONTENDERS, Contender, every, every_two
+from benchmarks.problems import PROBLEMS, QUICK, Setup, set_up
+from benchmarks.ready import Ready
 from benchmarks.report import render
 from benchmarks.targets import TARGETS
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
@@ -32,9 +33,17 @@ def arguments(directory: Path, *args: str) -> list[str]:
     return ["--quick", "--device", "cpu", "--turns", "2", *files, *args]
 
 
-def written(directory: Path) -> dict:
+def written(directory: Path, render: Callable[[dict], str], shown: str) -> dict:
+    """The numbers, which are those of the tables that were shown, beside a figure."""
     assert next((directory / "out").glob("figure*.png")).read_bytes().startswith(b"\x89PNG")
-    return json.loads((directory / "out/numbers.json").read_text())
+    return logged(directory / "out/numbers.json", render, shown)
+
+
+def logged(path: Path, render: Callable[[dict], str], shown: str) -> dict:
+    """The numbers of a log, which are those of the tables that were shown."""
+    numbers = json.loads(path.read_text())
+    assert render(numbers) == shown.strip()
+    return numbers
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -44,12 +53,14 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     names = ["adam", "kbfgs", "kbfgs-bf16", "kfac"]
     chosen = ("--problem", "autoencoder", "--contenders", *names, "--docs", str(docs))
     compare.main(arguments(tmp_path, *chosen))
-    results, shown = written(tmp_path), capsys.readouterr().out
+    shown = capsys.readouterr().out
+    results = written(tmp_path, render, shown)
     rows = {row["row"]: row for row in results["problems"]["autoencoder"]["rows"]}
     assert [title for name in ["sgdm", *names] for title in CONTENDERS[name].rows] == list(rows)
     for title, row in rows.items():
         assert row["error"] is None and row["time"] > 0 and row["state"] > 0
         assert title in shown
+        assert row["peak"] > 0 if Path("/proc/self/status").exists() else row["peak"] is None
     assert rows["Adam"]["state"] == pytest.approx(2 * rows["SGD-m"]["state"], rel=0.01)
     due, ordinary = rows["K-BFGS, T = 1"]["time"], rows["K-BFGS, a step that is not due"]["time"]
     assert rows["K-BFGS, T = 20"]["time"] == pytest.approx(0.95 * ordinary + 0.05 * due)
@@ -57,27 +68,22 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "| K-BFGS, T = 20 |" in docs.read_text() and "old" not in docs.read_text()
 
 
-def test_the_page_has_the_marks() -> None:
-    page = (ROOT / "docs/performance.md").read_text()
-    for part in ("bench", "profile", "scaling"):
-        assert page.index(f"<!-- {part} -->") < page.index(f"<!-- end of {part} -->")
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     scaling.main(arguments(tmp_path))
-    results = written(tmp_path)
+    shown = capsys.readouterr().out
+    results = written(tmp_path, scaling.render, shown)
     assert list(results["sweeps"]) == ["batch", "width", "locations", "layers"]
     assert results["sweeps"]["batch"]["parts"]["additional pass"]["table_5"] == pytest.approx(1.0)
-    assert "| locations 64 to 256 |" in capsys.readouterr().out
+    assert "| locations 64 to 256 |" in shown
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("method", ["kbfgs", "kfac", "sgdm"])
 def test_profile(tmp_path: Path, capsys: pytest.CaptureFixture, method: str) -> None:
     profile.main(arguments(tmp_path, "--problem", "autoencoder", "--method", method))
-    parts = written(tmp_path)["seconds"]["autoencoder"]
     shown = capsys.readouterr().out
+    (parts,) = written(tmp_path, profile.render, shown)["seconds"].values()
     assert parts["gradient"] > 0
     assert all(part in shown for part in parts)
     if method != "sgdm":
@@ -105,10 +111,24 @@ def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.errors == {"bad": "RuntimeError: no such kernel"}
     assert len(times.seconds["base"]) == 3 and not times.ratios["bad"]
     row = {"row": "bad", "time": None, "peak": None, "state": None, "error": times.errors["bad"]}
-    problem = {"title": "p", "batch_size": 1, "turns": 3, "step_seconds": 1.0, "rows": [row], "extraction": {"q": "no"}}
+    problem = {"title": "p", "batch_size": 1, "turns": 3, "step_seconds": 1.0, "rows": [row], "steps": {}}
+    problem["extraction"] = {"q": "no"}
     environment = {"processor": "p", "device": "CPU", "threads": 1, "python": "3", "versions": {}}
     text = render({"quick": False, "problems": {"p": problem}, "command": "c", "environment": environment})
     assert "| bad does not run: RuntimeError: no such kernel |" in text and "| q does not run: no |" in text
+
+
+def test_rows_say_how_many_runs_they_are_medians_of() -> None:
+    """Of the kinds of a mean step the one that ran least, less the first, where it is not the only one."""
+    titles = {"K-BFGS, T = 20": 1, "K-BFGS, T = 1": 1, "K-BFGS, a step that is not due": 4, "Adam": 2}
+    rows = [{"row": title, "time": 1.0, "peak": None, "state": None, "error": None} for title in titles]
+    runs = {"kbfgs: ordinary": 5, "kbfgs: due": 1, "adam: ordinary": 3}
+    problem = {"title": "p", "batch_size": 1, "turns": 5, "step_seconds": 1.0, "rows": rows, "extraction": {}}
+    problem["steps"] = {kind: {"runs": number} for kind, number in runs.items()}
+    environment = {"processor": "p", "device": "CPU", "threads": 1, "python": "3", "versions": {}}
+    text = render({"quick": False, "problems": {"p": problem}, "command": "c", "environment": environment})
+    for title, number in titles.items():
+        assert f"| {title} | 1.00 | {number} |" in text
 
 
 def test_what_runs_before_is_not_timed() -> None:
@@ -156,6 +176,30 @@ def test_state_is_what_the_optimizer_holds() -> None:
     assert memory.held_bytes(holds, setup) == 4 * (10 + 6 + 2)
 
 
+def test_the_peak_is_what_was_held_at_once() -> None:
+    peak = memory._peak_of_process()
+    for _ in range(3):
+        torch.ones(16 * 10**6)
+    found = peak()
+    assert 60e6 < found < 120e6 if Path("/proc/self/status").exists() else found is None
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what a process holds")
+def test_another_package_s_code_is_not_what_its_optimizer_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large_package.py").write_text("import torch\n\ncode = torch.ones(16 * 10**6)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def build(setup: Setup) -> Ready:
+        import_module("large_package")
+        return CONTENDERS["sgdm"].build(setup)
+
+    monkeypatch.setitem(CONTENDERS, "large", Contender(build, {"large": {"ordinary": 1}}, "large_package"))
+    assert memory._measure_here("large", "autoencoder", True, "cpu").peak < 32e6
+
+
 def test_slopes() -> None:
     assert scaling.slope([1, 2, 4, 8], [5, 3, 16, 64]) == pytest.approx(2)
     assert math.isnan(scaling.slope([1, 2], [0, 1]))
@@ -174,8 +218,11 @@ def test_what_rounding_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     """On a small autoencoder: a row a layer, errors of the size of bfloat16's, nothing lost of the descent."""
     docs = tmp_path / "docs.md"
     docs.write_text("<!-- rounding --> old <!-- end of rounding -->")
-    rounding.main(["--problem", "digits", "--steps", "5", "--docs", str(docs)])
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][2:]
+    log = tmp_path / "log.json"
+    rounding.main(["--problem", "digits", "--steps", "5", "--docs", str(docs), "--json", str(log)])
+    shown = capsys.readouterr().out
+    logged(log, rounding.render, shown)
+    rows = [line for line in shown.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 6 and all(row in docs.read_text() for row in rows)
     for row in rows:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
@@ -183,29 +230,32 @@ def test_what_rounding_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_what_was_tried(capsys: pytest.CaptureFixture) -> None:
-    tried.main(["--quick"])
-    rows = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if line[:3] in ("| 6", "| 1")]
+def test_what_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tried.main(["--quick", "--json", str(tmp_path / "log.json")])
+    shown = capsys.readouterr().out
+    logged(tmp_path / "log.json", tried.render, shown)
+    rows = [line.strip("|").split("|") for line in shown.splitlines() if line[:3] in ("| 6", "| 1")]
     assert [row[0].strip() for row in rows] == ["64×577", "10 of 16×145"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_ways_to_products(capsys: pytest.CaptureFixture) -> None:
-    ways.main(["--batch", "2"])
-    rows = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if "×" in line]
+def test_ways_to_products(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    ways.main(["--batch", "2", "--json", str(tmp_path / "log.json")])
+    shown = capsys.readouterr().out
+    logged(tmp_path / "log.json", ways.render, shown)
+    rows = [line.strip("|").split("|") for line in shown.splitlines() if "×" in line]
     assert len(rows) == len(ways.SIZES)
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_floors(capsys: pytest.CaptureFixture) -> None:
-    floors.main(["--quick", "--device", "cpu", "--turns", "2"])
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if ": " in line]
-    assert [row[0] for row in rows] == [floor.row for floor in floors.FLOORS]
-    for row in rows:
-        least, measured = map(float, row[-2:])
-        assert 1 < least < measured
+def test_floors(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    floors.main(["--quick", "--device", "cpu", "--turns", "2", "--json", str(tmp_path / "log.json")])
+    found = logged(tmp_path / "log.json", floors.render, capsys.readouterr().out)["floors"]
+    assert set(found) == {floor.row for floor in floors.FLOORS}
+    for ratios in found.values():
+        assert 1 < ratios["floor"] < ratios["measured"]
 
 
 def test_floors_do_what_has_to_be_done() -> None:
@@ -222,17 +272,3 @@ def test_floors_are_of_the_device_that_is_asked_for() -> None:
     setup = set_up(QUICK["autoencoder"], torch.device("meta"))
     assert {p.device.type for p in floors._directions(torch.bfloat16, setup)()} == {"meta"}
     floors._learning_and_measuring(0.25, setup)()  # tensors of two devices would not multiply
-
-
-def test_the_page_s_targets_are_those_of_the_logs_beside_it() -> None:
-    logs = {path.stem: json.loads(path.read_text())["problems"] for path in (ROOT / "docs/performance").glob("*.json")}
-    again = logs["again-autoencoder"] | logs["again-resnet32"] | logs["again-vgg16"]
-    text = (ROOT / "docs/performance.md").read_text()
-    table = text.partition("<!-- again -->")[2].partition("<!-- end of again -->")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if "≤" in line]
-    targets = {target.what: target for target in TARGETS}
-    assert len(rows) == 12
-    for what, limit, whole, few in rows:
-        target = targets[what]
-        values = (target.limit, target.value(logs["bench"][target.problem]), target.value(again[target.problem]))
-        assert [limit, whole, few] == [f"≤ {values[0]:.2f}", f"{values[1]:.2f}", f"{values[2]:.2f}"]
