@@ -20,16 +20,18 @@ from torchvision.datasets import MNIST
 from kfqn_ext import KBFGS, KBFGSL
 
 NAMES = {"kbfgs": "K-BFGS", "kbfgsl": "K-BFGS(L)", "adam": "Adam", "sgd": "SGD, momentum"}
-# The quickstart's settings, but curvature learns from every minibatch at first only (the default): there are 2,340.
-BUILD = METHODS | {
-    "K-BFGS": lambda model: KBFGS(model, lr=0.3, damping=3.0),
-    "K-BFGS(L)": lambda model: KBFGSL(model, lr=0.3, damping=3.0),
-}
 
 
 def mnist(root: Path, train: bool) -> Data:
     """All images as one tensor, [n, 1, 28, 28] with values from 0 to 1: a loader makes them one by one, slowly."""
-    data = MNIST(root, train=train, download=True)  # downloads nothing that is there already
+    try:
+        data = MNIST(root, train=train, download=True)  # downloads nothing that is there already
+    except Exception as error:  # whatever torchvision and the network raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise SystemExit(
+            f"MNIST can neither be read below {root.resolve()} nor be downloaded ({reason}). Name its directory with "
+            f"--data-root, or delete {root.resolve() / 'MNIST'} and try again."
+        ) from None
     return data.data.unsqueeze(1) / 255, data.targets
 
 
@@ -38,7 +40,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     train_data, test_data = mnist(args.data_root, train=True), mnist(args.data_root, train=False)
     model = cnn(size=28)
-    optimizer = BUILD[NAMES[args.optimizer]](model)
+    optimizer = METHODS[NAMES[args.optimizer]](model)
     record: dict[str, Any] = {"optimizer": args.optimizer, "batch_size": args.batch_size, "seed": args.seed}
     record |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
     record |= {"train_loss": [], "test_accuracy": [], "seconds": []}

@@ -6,9 +6,14 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
+import torch
 from sklearn.datasets import load_digits
+
+from examples import hessian_ladder
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -54,3 +59,37 @@ def write_mnist(directory: Path) -> None:
         for kind, values in (("images-idx3", images[part]), ("labels-idx1", labels[part])):
             header = struct.pack(f">4B{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
             (directory / f"{name}-{kind}-ubyte").write_bytes(header + values.astype(np.uint8).tobytes())
+
+
+def test_mnist_cnn_without_data_and_network_says_so_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    done = run(tmp_path, "mnist_cnn.py", "--epochs", "1")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "MNIST can neither be read" in done.stderr and "--data-root" in done.stderr and "refused" in done.stderr
+
+
+def test_mnist_cnn_says_so_where_a_file_was_cut_short(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "data/MNIST/raw")
+    (tmp_path / "data/MNIST/raw/train-images-idx3-ubyte").write_bytes(b"")
+    done = run(tmp_path, "mnist_cnn.py", "--epochs", "1")
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "or delete" in done.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--quick"]])
+def test_each_part_of_the_ladder_has_its_threads_and_says_the_steps_that_it_took(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, steps = [9], []
+    report = SimpleNamespace(plot=lambda path: None, to_markdown=lambda columns: "")
+    monkeypatch.setattr(hessian_ladder, "estimate_curvature", lambda *_, **__: report)
+    monkeypatch.setattr(hessian_ladder, "train", lambda *arguments: steps.append(arguments[3]) or 0.5)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: asked[-1])
+    for part in ("ladder", "track"):
+        _, threads = hessian_ladder.PARTS[part]
+        monkeypatch.setitem(hessian_ladder.PARTS, part, (lambda *_: f"{asked[-1]} thread", threads))
+    hessian_ladder.main([*options, "--out", str(tmp_path), "--only", "ladder", "resnet32", "track"])
+    ladder, wide, track = ((tmp_path / f"{part}.md").read_text() for part in ("ladder", "resnet32", "track"))
+    assert ladder.strip() == track.strip() == "1 thread"
+    assert f"after {steps[0]} steps of K-BFGS" in wide and "on 2 threads" in wide

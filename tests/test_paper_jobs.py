@@ -12,8 +12,12 @@ import pytest
 
 from examples.paper import records
 from examples.paper.cli import main
+from examples.paper.defaults import paper_cell
 from examples.paper.jobs import ROOT, pending
+from examples.paper.progress import Board, fraction_done
 from examples.paper.results import RESULTS, finished_keys, load
+from examples.paper.training import Status, Training
+from examples.paper.worker import Job, work
 
 MEASURED = ["epoch", "iteration", "lr", "minibatch_loss", "train_loss"]
 
@@ -53,6 +57,65 @@ def _broken_torchvision(directory: Path) -> Path:
 def test_missing_data_end_a_table_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--download"):
         main(["table", "table-1", "--out", str(tmp_path / "out"), "--data-root", str(tmp_path)])
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def _kill(*args, **options) -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("moment", ["before its checkpoint goes", "before its result is written", "after that"])
+def test_a_worker_that_is_killed_after_the_run_does_not_lose_it(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    cell = paper_cell("digits", "sgdm", epochs=2)
+    job = Job(vars(cell), str(tmp_path), "data", "cpu", 1, 0.0, "made up", 1)
+    append = records.append
+
+    def append_and_die(path: Path, record: dict) -> None:
+        if moment == "after that" or path.name != RESULTS:
+            append(path, record)
+        if path.name == RESULTS:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        if moment == "before its checkpoint goes":
+            patch.setattr(Path, "unlink", _kill)
+        patch.setattr(records, "append", append_and_die)
+        work(job)
+    assert records.ended(records.read(job.log()))
+    monkeypatch.setattr(Training, "train_epoch", _kill)
+    work(job)
+    (result,) = load([tmp_path])
+    assert result.cell == cell and result.end["iteration"] == 16
+    assert len(records.read(tmp_path / RESULTS)) == 1 and not list(tmp_path.glob("cells/*.checkpoint"))
+
+
+@pytest.mark.parametrize("error", ["KeyError: a[0]", "[/red] no [bold]tag[/bold]", "list[int] :x:", "\\"])
+def test_the_display_shows_an_error_as_it_is(error: str, capsys: pytest.CaptureFixture) -> None:
+    cell = paper_cell("digits", "sgdm", epochs=2)
+    with Board(1, 0) as board:
+        board.started(cell)
+        board.ended(cell, error)
+    assert f"{cell.key}: failed: {error}" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        ({"epochs": 2, "seconds": 1000.0}, 0.75),
+        ({"epochs": 2, "seconds": 2.5}, 0.8),
+        ({"epochs": 2, "seconds": 1.0}, 1.0),
+        ({"steps": 24, "epochs": 9}, 0.5),
+        ({"epochs": 0}, 1.0),
+    ],
+)
+def test_a_bar_shows_the_budget_that_ends_the_run(budget: dict, expected: float) -> None:
+    status = Status("train", epoch=1, step=12, steps_per_epoch=8, loss=1.0, seconds=2.0)
+    assert fraction_done(paper_cell("digits", "sgdm", **budget), status) == expected
 
 
 @pytest.mark.slow

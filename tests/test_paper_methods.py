@@ -85,6 +85,42 @@ def test_the_paper_s_settings_are_the_defaults() -> None:
     assert [cnn[1].lr_at(e) / 30 for e in (0, 49, 50, 149)] == pytest.approx([1, 1, 0.1, 0.01])
 
 
+@pytest.mark.parametrize("end", [{"epochs": 150}, {"seconds": 9}, {"steps": 3}, {"epochs": 2, "seconds": 9}])
+def test_a_budget_leaves_the_paper_s_decay(end: dict[str, int]) -> None:
+    for problem, decay in (("vgg16-cifar10", 50), ("vgg8-mnist", 50), ("mnist", 0)):
+        cell = paper_cell(problem, "kbfgs", **end)
+        assert cell.decay_every == decay and cell.epochs == end.get("epochs") and cell.seconds == end.get("seconds")
+        assert paper_cell(problem, "kbfgs", **end, decay_every=7).decay_every == 7
+        assert paper_cell(problem, "kbfgs", **end, decay_every=0).decay_every == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_has_the_frequencies_that_its_optimizer_has(method: str) -> None:
+    if METHODS[method].first_order:
+        assert frequencies("vgg16-cifar10", method) == {}
+        return
+    found = frequencies("vgg16-cifar10", method)
+    optimizer = METHODS[method].build(nn.Linear(4, 3), Settings(lr=0.1, damping=1.0, **found))
+    group = optimizer.param_groups[0]
+    kfac = {"update_freq": 100, "stats_update_freq": 10}
+    assert found == (kfac if type(optimizer).__name__ == "KFAC" else {"update_freq": 20})
+    names = {"curvature_update_freq": "stats_update_freq", "inverse_update_freq": "update_freq"}
+    if METHODS[method].is_kfac:
+        assert {name: group[name] for name in names} == {name: kfac[ours] for name, ours in names.items()}
+
+
+def test_adam_2020_steps_without_a_closure() -> None:
+    nets = nn.Linear(4, 3), nn.Linear(4, 3)
+    nets[1].load_state_dict(nets[0].state_dict())
+    closures = [minibatch(net, CROSS_ENTROPY, torch.ones(8, 4), torch.arange(8) % 3) for net in nets]
+    optimizers = [METHODS["adam-2020"].build(net, Settings(lr=0.1, damping=0.01)) for net in nets]
+    for _ in range(2):
+        loss = closures[0]()
+        assert optimizers[0].step() is None
+        assert optimizers[1].step(closures[1]) == loss
+    torch.testing.assert_close(nets[0].weight, nets[1].weight)
+
+
 def test_grids_have_the_paper_s_sizes() -> None:
     assert len(grid("mnist", "kbfgs")) == 10 * 7
     assert len(grid("curves", "adam")) == 10 * 5

@@ -1,7 +1,10 @@
 """The paper's problems: networks, losses, augmentation, data files."""
 
 import pickle
+import urllib.request
+from http.client import IncompleteRead
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from examples.paper.data import Split
 from examples.paper.datasets import MissingData
 from examples.paper.losses import BINARY_CROSS_ENTROPY, SQUARED_ERROR
 from examples.paper.problems import PROBLEMS
+from tests.test_examples import write_mnist
 
 
 def layers(net: nn.Module, kind: type) -> list:
@@ -103,9 +107,12 @@ def test_generated_curves_depend_on_the_seed_alone_and_pass_through_three_points
 
 def test_an_epoch_has_each_datum_once_and_leaves_out_the_incomplete_minibatch() -> None:
     split = Split(torch.arange(10.0)[:, None])
-    batches = [x for x, _ in split.shuffled(4)]
+    order = torch.randperm(10)
+    batches = [x for x, _ in split.shuffled(order, 4)]
     assert [len(b) for b in batches] == [4, 4]
     assert len(torch.cat(batches).unique()) == 8
+    (last,) = [x for x, _ in split.shuffled(order, 4, first=1)]
+    assert torch.equal(last, batches[1])
     assert torch.equal(torch.cat([x for x, _ in split.in_order(4)]), split.x)
 
 
@@ -156,8 +163,69 @@ def test_faces_and_curves_are_read_from_their_mat_files(tmp_path: Path) -> None:
     assert np.allclose(datasets.curves(tmp_path, False).train.x.numpy(), curves)
 
 
-@pytest.mark.parametrize("name", ["mnist", "faces", "curves", "vgg16-cifar10", "resnet32-cifar100"])
+WITH_FILES = ["mnist", "vgg8-mnist", "faces", "curves", "vgg16-cifar10", "resnet32-cifar100"]
+
+
+@pytest.mark.parametrize("name", WITH_FILES)
 def test_missing_data_say_where_they_belong(name: str, tmp_path: Path) -> None:
     with pytest.raises(MissingData, match="--download") as error:
         PROBLEMS[name].load(tmp_path, False)
     assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("name", WITH_FILES)
+@pytest.mark.parametrize("error", [URLError("no network"), ConnectionResetError("hung up"), IncompleteRead(b"")])
+def test_a_download_that_fails_says_from_where_and_why_and_leaves_no_data(
+    name: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def urlopen(*args, **options):
+        raise error
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    with pytest.raises(MissingData, match=r"could not be downloaded from https?://\S+") as refusal:
+        PROBLEMS[name].load(tmp_path, True)
+    message = str(refusal.value)
+    assert str(error) in message and str(tmp_path) in message and "\n" not in message
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_download_that_is_killed_leaves_nothing_under_the_file_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(url: str, root: str, name: str) -> None:
+        Path(root).mkdir()
+        Path(root, name).write_bytes(b"the beginning")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(datasets, "download_url", killed)
+    with pytest.raises(KeyboardInterrupt):
+        datasets.curves(tmp_path, True)
+    assert not (tmp_path / datasets.CURVES_FILE).exists()
+
+    def whole(url: str, root: str, name: str) -> None:
+        savemat(Path(root, name), {"bdata": np.ones((3, 784))}, appendmat=False)
+
+    monkeypatch.setattr(datasets, "download_url", whole)
+    assert len(datasets.curves(tmp_path, True).train) == 3
+    assert [path.name for path in (tmp_path / "CURVES").iterdir()] == [datasets.CURVES_FILE.name]
+
+
+@pytest.mark.parametrize("name", WITH_FILES)
+@pytest.mark.parametrize("download", [False, True])
+@pytest.mark.parametrize("length", [0, 10, 200])
+def test_data_that_were_cut_short_say_what_to_do(name: str, download: bool, length: int, tmp_path: Path) -> None:
+    _write_all(tmp_path)
+    for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+        path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(MissingData, match=r"can't be read .*Delete it, and fetch it with --download") as error:
+        PROBLEMS[name].load(tmp_path, download)
+    assert str(tmp_path) in str(error.value)
+
+
+def _write_all(root: Path) -> None:
+    write_cifar10(root)
+    write_cifar100(root)
+    write_mnist(root / "MNIST/raw")
+    for path, name in ((datasets.FACES_FILE, "newfaces_single"), (datasets.CURVES_FILE, "bdata")):
+        (root / path).parent.mkdir()
+        savemat(root / path, {name: np.random.rand(30, 30)})

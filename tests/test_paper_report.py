@@ -1,6 +1,9 @@
 """Reports: what is on the page follows from the logs."""
 
+import itertools
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,12 @@ import pytest
 
 from examples.paper import records
 from examples.paper.cli import main
-from examples.paper.defaults import paper_cell
+from examples.paper.defaults import make_cell, paper_cell
+from examples.paper.figures import COLORS
+from examples.paper.methods import METHODS
 from examples.paper.page import describe, provenance
 from examples.paper.results import RESULTS, found, load, to_line
-from examples.paper.summary import main_table, mean_and_error, mean_curve, remarks, to_reach
+from examples.paper.summary import chosen, main_table, mean_and_error, mean_curve, remarks, symbols, to_reach
 from examples.paper.tables import TABLES, cells_of
 
 ENVIRONMENT = {
@@ -93,8 +98,56 @@ def test_a_loss_that_is_finite_and_huge_counts_as_diverged(tmp_path: Path) -> No
 def test_a_search_finds_the_best_values_among_those_that_did_not_diverge(directory: Path) -> None:
     values = found(load([directory]))
     assert values["mnist", "kfac"]["lr"] == 0.1
-    cells = cells_of(TABLES["table-1"], values="found", seeds=[7, 8], budget={"epochs": 1}, changes={}, found=values)
+    table = replace(TABLES["table-1"], problems=("mnist",), methods=("kbfgs", "kfac"))
+    cells = cells_of(table, values="found", seeds=[7, 8], budget={"epochs": 1}, changes={}, found=values)
     assert {(c.method, c.seed) for c in cells} == {(m, s) for m in ("kbfgs", "kfac") for s in (7, 8)}
+    assert {c.lr for c in cells if c.method == "kfac"} == {0.1}
+
+
+@pytest.mark.parametrize(
+    "budget", [{"epochs": 30}, {"steps": 9}, {"seconds": 5}, {"decay_every": 7}, {"batch_size": 10}, {"data_limit": 20}]
+)
+def test_runs_of_different_budgets_are_no_seeds_of_one_setting(tmp_path: Path, budget: dict[str, Any]) -> None:
+    for seed, losses in ((0, [9.0, 5.0]), (1, [9.0, 6.0])):
+        records.append(tmp_path / RESULTS, to_line(lines(paper_cell("digits", "sgdm", epochs=1, seed=seed), losses)))
+    other = paper_cell("digits", "sgdm", **({"epochs": 1} | budget))
+    records.append(tmp_path / RESULTS, to_line(lines(other, [9.0, 4.0])))
+    results = load([tmp_path])
+    assert [r.cell for r in chosen(results, "digits")["sgdm"]] == [other]
+    (row,) = main_table(results, "digits", None).to_dict("records")
+    assert (row["seeds"], row["best"]) == ("1", "4.00")
+    (value,) = budget.values()
+    assert str(value) in row["hyperparameters"].removeprefix("α 0.003")
+    (remark,) = [text for text in remarks(results, "digits") if "several budgets" in text]
+    assert str(value) in remark
+    assert main_table(results[:2], "digits", None)["hyperparameters"].tolist() == ["α 0.003"]
+
+
+def test_the_data_and_the_decay_that_are_not_the_paper_s_are_said(tmp_path: Path) -> None:
+    cells = [
+        make_cell("vgg16-cifar10", "sgdm", {"lr": 0.003, "weight_decay": 0.1, "epochs": 1, "decay_every": 0}),
+        make_cell("mnist", "adam-2020", {"lr": 0.1, "damping": 0.1, "epochs": 1, "batch_size": 9, "data_limit": 50}),
+    ]
+    for cell, column in zip(cells, ("valid_accuracy", "train_loss"), strict=True):
+        records.append(tmp_path / RESULTS, to_line(lines(cell, [2.0, 1.0], column=column)))
+    results = load([tmp_path])
+    (cnn,), (autoencoder,) = (remarks(results, problem) for problem in ("vgg16-cifar10", "mnist"))
+    assert cnn == "SGD-m does not run at the paper's values: decay of α never for every 60 epochs."
+    assert autoencoder.endswith("does not run at the paper's values: m 9 for 1000, training data 50 for all.")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_has_the_symbols_of_what_changes_it(method: str) -> None:
+    has = symbols(method)
+    assert has.keys() == set(METHODS[method].hyperparameters)
+    assert has.get("damping") == (None if method == "sgdm" else "ε" if "adam" in method else "λ")
+    assert has.get("update_freq") == (None if METHODS[method].first_order else "T₂" if "kfac" in method else "T")
+    assert ("stats_update_freq" in has) == ("kfac" in method)
+
+
+def test_no_two_methods_have_one_color() -> None:
+    for pair in itertools.combinations(METHODS, 2):
+        assert np.linalg.norm(np.subtract(*(COLORS[method] for method in pair))) > 0.15, pair
 
 
 def test_levels_are_reached_by_the_mean(directory: Path) -> None:
@@ -149,6 +202,57 @@ def test_the_page_has_tables_figures_and_provenance(directory: Path, capsys: pyt
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="Not there"):
         main(["report", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit, match=r"neither table\.json nor results\.jsonl"):
+        main(["report", str(tmp_path)])
     (tmp_path / "unfinished.jsonl").write_text(json.dumps({"kind": "header"}) + "\n")
     main(["report", str(tmp_path / "unfinished.jsonl"), "--page", str(tmp_path / "page.md")])
     assert "No finished run" in (tmp_path / "page.md").read_text()
+
+
+def test_without_a_page_nothing_is_written(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(directory)
+    before = sorted(directory.rglob("*"))
+    main(["report", "."])
+    assert "53.00" in capsys.readouterr().out
+    assert sorted(directory.rglob("*")) == before
+
+
+def test_a_page_needs_the_name_of_a_file(directory: Path) -> None:
+    (directory / "is.md").mkdir()
+    for name in ("results", "is.md"):
+        with pytest.raises(SystemExit, match=f"--page .*{name} is no name of a file"):
+            main(["report", str(directory), "--page", str(directory / name)])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"kind": "recorded", "seed": 0, "losses": []}\n', "lines of the kind 'recorded'"),
+        ("# a page\n", "no line of a log"),
+        ("[1]\n", "no line of a log"),
+        (b"\x89PNG\xff", "no line of a log"),
+    ],
+)
+def test_a_file_that_is_no_log_is_refused(tmp_path: Path, content: str | bytes, said: str) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SystemExit, match=f"file has {said}, not the log of a run. Name logs"):
+        main(["report", str(file)])
+
+
+def test_each_section_has_its_own_figures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Also where a directory has the name that the section of single runs has, or ends as a problem's name begins."""
+    names = ["a/table-1", "b/table-1", "c/runs", "c/t", "c/t-vgg8"]
+    for name in names:
+        problem, column = ("vgg8-mnist", "valid_accuracy") if name == "c/t" else ("mnist", "train_loss")
+        run = lines(paper_cell(problem, "adam", epochs=1), [500.0, 60.0], column=column)
+        records.append(tmp_path / name / RESULTS, to_line(run))
+    records.replace(tmp_path / "log.jsonl", lines(paper_cell("mnist", "adam", epochs=1), [500.0, 60.0]))
+    paths = [str(tmp_path / name) for name in [*names, "log.jsonl"]]
+    main(["report", *paths, "--page", str(tmp_path / "page.md")])
+    capsys.readouterr()
+    shown = re.findall(r"\]\((.*\.png)\)", (tmp_path / "page.md").read_text())
+    assert len(set(shown)) == len(paths)
+    assert all((tmp_path / path).exists() for path in shown)

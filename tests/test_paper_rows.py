@@ -1,6 +1,5 @@
 """The tables in docs/results.md are what the command prints from the logs beside them."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,43 @@ LOGS = sorted(path for path in (DOCS / "results").glob("*.jsonl") if path.name !
 
 
 def test_rows_of_the_page_and_logs_beside_it_are_the_same() -> None:
-    """Cell by cell, but for empty ones: tables of short runs have fewer columns."""
-    printed = {_cells(line) for line in rows.table([read(path) for path in LOGS]).splitlines()[2:] if line[:1] == "|"}
-    page = re.findall(r"^\| (?:K-BFGS|KFAC|Adam|SGD).*\|$", (DOCS / "results.md").read_text(), flags=re.M)
+    """Cell by cell under its heading, but for empty ones: tables of short runs have fewer columns."""
+    page = _rows((DOCS / "results.md").read_text())
     assert len(page) > 20
-    assert {_cells(line) for line in page} == printed
+    assert page == _rows(rows.table([read(path) for path in LOGS]))
 
 
-def _cells(line: str) -> tuple[str, ...]:
-    return tuple(cell.strip() for cell in line.strip("|").split("|") if cell.strip())
+def _rows(text: str) -> set[tuple[tuple[str, str], ...]]:
+    """Each row of the tables of runs in a text: (heading, cell) of all cells with something in them."""
+    found, head = set(), None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else []
+        if not cells or cells[:2] == ["method", "(α, λ)"]:
+            head = cells or None
+        elif head is not None and set(cells) != {"---"}:
+            found.add(tuple((name, cell) for name, cell in zip(head, cells, strict=True) if cell))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("logged", "losses"),
+    [
+        ([0], {"1": "diverged at iteration 7"}),
+        ([0, 1], {"1": "9.00", "2": "diverged at iteration 7"}),
+        ([0, 2], {"2": "9.00", "3": "diverged at iteration 7"}),
+        ([0, 1, 2, 3, 4, 5], {**dict.fromkeys("1234", "9.00"), "6": "diverged at iteration 7"}),
+        ([0, 4, 8], {"4": "9.00", "8": "9.00, then diverged at iteration 7"}),
+    ],
+)
+def test_a_run_that_diverged_says_so_after_the_last_epoch_it_has(logged: list[int], losses: dict[str, str]) -> None:
+    log = read(DOCS / "results" / "kbfgs-limA3-s0.jsonl")
+    epoch = log[1]
+    whole = [log[0], epoch | {"epoch": 8.0, "train_loss": 9.0}, {"kind": "end", "outcome": "finished"}]
+    epochs = [epoch | {"epoch": float(e), "iteration": e, "train_loss": 9.0} for e in logged]
+    run = [log[0], *epochs, {"kind": "end", "outcome": "diverged", "iteration": 7}]
+    found = [dict(row) for row in _rows(rows.table([run, whole]))]
+    (row,) = [row for row in found if any("diverged" in cell for cell in row.values())]
+    assert {name: cell for name, cell in row.items() if name.isdigit()} == losses
 
 
 def test_a_figure_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from examples.paper.cell import Cell
 from examples.paper.data import Data
 from examples.paper.defaults import make_cell, paper_cell
 from examples.paper.problems import PROBLEMS
+from examples.paper.records import Refused
 from examples.paper.run import checkpoint_path, run
 from examples.paper.training import Training
 
@@ -128,11 +129,111 @@ def test_a_finished_run_can_be_made_longer_where_its_checkpoint_was_kept(tmp_pat
     assert longer[0]["key"] == whole[0]["key"] and [line["kind"] for line in longer].count("end") == 1
 
 
+@pytest.mark.parametrize("method", ["sgdm", "kbfgs", "kfac"])
+@pytest.mark.parametrize("budgets", [[{"steps": 3}], [{"steps": 8}], [{"seconds": 1e-9}, {"steps": 4}, {"steps": 13}]])
+def test_a_run_whose_budget_ended_within_an_epoch_goes_on_as_the_longer_run(
+    method: str, budgets: list[dict], tmp_path: Path, digits: Data
+) -> None:
+    log = tmp_path / "log.jsonl"
+    for budget in budgets:
+        train(paper_cell("digits", method, **budget), digits, log, resume=True, keep_checkpoint=True)
+    longer = train(paper_cell("digits", method, epochs=2), digits, log, resume=True)
+    whole = train(paper_cell("digits", method, epochs=2), digits, tmp_path / "whole.jsonl")
+    assert measured(longer) == measured(whole) and longer[-1]["iteration"] == 16
+    assert records.read(log) == longer
+
+
+def test_a_run_that_is_resumed_with_the_budget_it_has_used_up_stays_as_it_is(tmp_path: Path, digits: Data) -> None:
+    log, cell = tmp_path / "log.jsonl", paper_cell("digits", "sgdm", steps=3)
+    first = train(cell, digits, log, keep_checkpoint=True)
+    assert measured(train(cell, digits, log, resume=True)) == measured(first)
+
+
+@pytest.mark.parametrize("budget", [{"epochs": 1}, {"steps": 9}, {"seconds": 1e-9}])
+def test_a_run_can_not_become_shorter(budget: dict, tmp_path: Path, digits: Data) -> None:
+    log = tmp_path / "log.jsonl"
+    train(paper_cell("digits", "sgdm", epochs=2), digits, log, keep_checkpoint=True)
+    before = log.read_bytes()
+    with pytest.raises(Refused, match="budget of this run is used up"):
+        train(paper_cell("digits", "sgdm", **budget), digits, log, resume=True)
+    assert log.read_bytes() == before
+
+
 def test_a_checkpoint_of_another_cell_is_refused(tmp_path: Path, digits: Data) -> None:
     log = tmp_path / "log.jsonl"
     train(paper_cell("digits", "adam", epochs=1), digits, log, keep_checkpoint=True)
-    with pytest.raises(ValueError, match="another cell"):
+    before = log.read_bytes()
+    with pytest.raises(Refused, match=r"another cell \(seed 0, not 1\)"):
         train(paper_cell("digits", "adam", epochs=1, seed=1), digits, log, resume=True)
+    assert log.read_bytes() == before
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_finished_run_without_a_checkpoint_is_not_deleted_to_resume_it(
+    epochs: int, tmp_path: Path, digits: Data
+) -> None:
+    log = tmp_path / "log.jsonl"
+    train(paper_cell("digits", "adam", epochs=1), digits, log)
+    before = log.read_bytes()
+    with pytest.raises(Refused, match="--keep-checkpoint"):
+        train(paper_cell("digits", "adam", epochs=epochs), digits, log, resume=True)
+    assert log.read_bytes() == before
+
+
+def test_what_diverged_leaves_no_checkpoint_to_go_on_from(tmp_path: Path, digits: Data) -> None:
+    cell = make_cell("digits", "sgdm", {"lr": 1e6, "epochs": 5})
+    train(cell, digits, tmp_path / "log.jsonl", keep_checkpoint=True)
+    assert not checkpoint_path(tmp_path / "log.jsonl").exists()
+
+
+def test_two_logs_have_two_checkpoints() -> None:
+    names = ["runs/lr0.03", "runs/lr0.01", "runs/lr0", "runs/lr0.jsonl", "runs/lr0.03.jsonl"]
+    assert len({checkpoint_path(Path(name)) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_run_on_the_same_log_is_refused_and_the_first_goes_on(
+    resume: bool, tmp_path: Path, digits: Data
+) -> None:
+    log, refused = tmp_path / "log.jsonl", []
+
+    def watch(status) -> None:
+        if status.step in (4, 12):
+            with pytest.raises(Refused, match="Another run is writing"):
+                train(paper_cell("digits", "adam", epochs=1), digits, log, resume=resume)
+            refused.append(status.step)
+
+    cell = paper_cell("digits", "sgdm", epochs=2)
+    lines = train(cell, digits, log, watch=watch)
+    assert refused == [4, 12]
+    assert records.read(log) == lines and len(lines) == 5
+    train(cell, digits, log)  # nothing is left locked
+
+
+def write_log(path: Path, lines: str) -> None:
+    """A log from h, e and digits: header, end, and epochs at iterations."""
+    kinds = {"h": {"kind": "header"}, "e": {"kind": "end"}}
+    records.replace(path, [kinds.get(line) or {"kind": "epoch", "iteration": int(line)} for line in lines])
+
+
+@pytest.mark.parametrize(
+    "lines", ["hh01e", "h0h1e", "0h1e", "h01e2", "h01ee", "h010e", "h011", "h021e", "h0e1e", "eh0"]
+)
+def test_a_log_of_two_runs_is_refused(lines: str, tmp_path: Path) -> None:
+    write_log(tmp_path / "log.jsonl", lines)
+    with pytest.raises(Refused, match="lines of several runs"):
+        records.read(tmp_path / "log.jsonl")
+
+
+@pytest.mark.parametrize("lines", ["h", "h0", "h05", "h058e", "he"])
+def test_a_log_of_one_run_is_read(lines: str, tmp_path: Path) -> None:
+    write_log(tmp_path / "log.jsonl", lines)
+    assert len(records.read(tmp_path / "log.jsonl")) == len(lines)
+
+
+def test_json_that_is_no_log_is_read_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text('3\n{"a": 1}\n')
+    assert records.read(tmp_path / "other.jsonl") == [3, {"a": 1}]
 
 
 def test_a_line_that_was_cut_short_is_no_line_and_does_not_swallow_the_next(tmp_path: Path) -> None:

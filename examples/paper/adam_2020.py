@@ -20,10 +20,12 @@ class Adam2020(Optimizer):
         super().__init__(params, {"lr": lr, "eps": eps, "step": 0})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
         """θ ← θ - α m̂ / (√v̂ + ε) with v ← βv + (1 - β) m̂²."""
-        with torch.enable_grad():
-            loss = closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             group["step"] += 1
             params = [p for p in group["params"] if p.grad is not None]

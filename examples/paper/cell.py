@@ -2,13 +2,32 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+import math
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from examples.paper.methods import METHODS, Settings, early, geometric
 from examples.paper.problems import PROBLEMS
 
 Frequency = int | Literal["geometric", "early"]
+
+_SCHEDULES = {"geometric": geometric, "early": early}
+_BUDGET = ("epochs", "seconds", "steps", "evaluate_every")
+# The smallest value that works, and what the value is.
+_AT_LEAST: dict[str, tuple[int, str]] = {
+    "lr": (0, "it is the length of a step down"),
+    "damping": (0, "it is added to what is inverted"),
+    "weight_decay": (0, "it is the rate at which weights shrink"),
+    "update_freq": (1, "curvature is updated every so many iterations"),
+    "stats_update_freq": (1, "statistics are updated every so many iterations"),
+    "epochs": (0, "a run ends after so many"),
+    "seconds": (0, "a run ends after so many"),
+    "steps": (0, "a run ends after so many"),
+    "decay_every": (0, "the learning rate decays after every so many epochs, and never at 0"),
+    "evaluate_every": (1, "the network is evaluated after every so many epochs"),
+    "batch_size": (1, "a minibatch has so many data"),
+    "data_limit": (1, "there are so many training data"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,18 @@ class Cell:
             raise ValueError(f"{self.method} needs an update_freq.")
         if self.epochs is None and self.seconds is None and self.steps is None:
             raise ValueError("A run needs a budget: epochs, seconds or steps.")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        for name, (least, what) in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is None or (name == "update_freq" and value in _SCHEDULES):
+                continue
+            if isinstance(value, str) or not least <= value < math.inf:
+                schedules = f", or {' or '.join(_SCHEDULES)}" if name == "update_freq" else ""
+                raise ValueError(f"{name} can't be {value}: {what}. Give a number, {least} or more{schedules}.")
+        if self.damping == 0 and not METHODS[self.method].first_order:
+            raise ValueError(f"damping can't be 0 for {self.method}: A + λI has to be invertible. Give more than 0.")
 
     @property
     def key(self) -> str:
@@ -69,10 +100,11 @@ class Cell:
         digest = hashlib.sha256(values.encode()).hexdigest()[:8]
         return f"{self.problem}-{self.method}-seed{self.seed}-{digest}"
 
-    def continues(self, other: "Cell") -> bool:
-        """Whether a run of this cell can go on from a checkpoint of another: all but the budget is the same."""
-        budget = {"epochs": None, "seconds": None, "steps": 1, "evaluate_every": 1}
-        return replace(self, **budget) == replace(other, **budget)
+    def differences(self, other: "Cell") -> list[str]:
+        """What keeps a run of ``other`` from going on where one of this cell stopped: all but the budget must agree."""
+        ours, theirs = asdict(self), asdict(other)
+        names = [name for name in ours if name not in _BUDGET and ours[name] != theirs[name]]
+        return [f"{name} {ours[name]}, not {theirs[name]}" for name in names]
 
     @property
     def settings(self) -> Settings:
@@ -80,7 +112,7 @@ class Cell:
             lr=self.lr,
             damping=self.damping,
             weight_decay=self.weight_decay,
-            update_freq={"geometric": geometric, "early": early}.get(self.update_freq, self.update_freq or 1),
+            update_freq=1 if self.update_freq is None else _SCHEDULES.get(self.update_freq, self.update_freq),
             stats_update_freq=self.stats_update_freq,
         )
 

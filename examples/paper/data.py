@@ -36,10 +36,11 @@ class Split:
         x = x if transform is None else transform(x)
         return x, (x if self.y is None else self.y[index])
 
-    def shuffled(self, batch_size: int, transform: Callable[[Tensor], Tensor] | None = None) -> Iterator[Batch]:
-        """One epoch. Draws the order when it starts; the last incomplete minibatch is left out."""
-        order = torch.randperm(len(self))
-        for index in order.split(batch_size):
+    def shuffled(
+        self, order: Tensor, batch_size: int, transform: Callable[[Tensor], Tensor] | None = None, first: int = 0
+    ) -> Iterator[Batch]:
+        """One epoch in the given order, from its ``first`` minibatch on; the last incomplete one is left out."""
+        for index in order.split(batch_size)[first:]:
             if len(index) == min(batch_size, len(self)):
                 yield self.batch(index.to(self.x.device), transform)
 

@@ -7,6 +7,8 @@ Files lie below one directory, ``--data-root``, as torchvision lays them out; th
 ``download=True`` fetches what is missing.
 """
 
+import os
+from http.client import HTTPException
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,7 +27,7 @@ FACES_TRAINING_IMAGES = 103_500
 
 
 class MissingData(Exception):
-    """A data set is not where it is expected; the message says where that is and where to get it."""
+    """A data set can't be had; the message says where it belongs, what is wrong, and where to get it."""
 
 
 class _Cifar10(CIFAR10):
@@ -96,16 +98,62 @@ def _cifar(kind: type[CIFAR10], root: Path, download: bool) -> Data:
 def _torchvision(kind: type, root: Path, train: bool, download: bool):
     try:
         return kind(str(root), train=train, download=download)
-    except RuntimeError as error:  # what torchvision raises where there are no files
-        name = kind.__name__.lstrip("_").upper()
-        raise MissingData(
-            f"{name} is not below {root.resolve()}. Give --data-root, or fetch it with --download."
-        ) from error
+    except Exception as error:  # whatever torchvision, the network, archives and pickles raise
+        raise MissingData(_why(kind, root, download, error)) from error
+
+
+def _why(kind: type, root: Path, download: bool, error: Exception) -> str:
+    name = kind.__name__.lstrip("_").upper()
+    folder, files, source = _layout(kind)
+    if all((root / folder / file).is_file() for file in files):
+        return _unreadable(root.resolve() / folder, error)
+    if not download:
+        return f"{name} is not below {root.resolve()}. Give --data-root, or fetch it with --download."
+    return _not_downloaded(root.resolve() / folder, source, error)
+
+
+def _layout(kind: type) -> tuple[Path, list[str], str]:
+    """Folder of a data set of torchvision, names of its files, and where it comes from."""
+    if issubclass(kind, MNIST):
+        return Path("MNIST/raw"), [Path(name).stem for name, _ in kind.resources], " or ".join(kind.mirrors)
+    names = [name for name, _ in kind.train_list + kind.test_list]
+    return Path(kind.base_folder), [*names, kind.meta["filename"]], kind.url
 
 
 def _mat(path: Path, key: str, download: bool) -> torch.Tensor:
     if not path.exists():
         if not download:
             raise MissingData(f"No file {path}. Fetch it with --download, or by hand from {MARTENS}{path.name}.")
-        download_url(MARTENS + path.name, str(path.parent))
-    return torch.from_numpy(loadmat(path)[key]).float()
+        _fetch(MARTENS + path.name, path)
+    try:
+        return torch.from_numpy(loadmat(path)[key]).float()
+    except Exception as error:  # whatever a file that was cut short, or is another, makes scipy raise
+        raise MissingData(_unreadable(path.resolve(), error)) from error
+
+
+def _fetch(url: str, path: Path) -> None:
+    """Download to another name first: a file that has its own name is whole."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        download_url(url, str(part.parent), part.name)
+        part.replace(path)
+    except (OSError, HTTPException, RuntimeError) as error:
+        raise MissingData(_not_downloaded(path.resolve(), url, error)) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _not_downloaded(path: Path, url: str, error: Exception) -> str:
+    return f"{path} could not be downloaded from {url}: {_reason(error)}. Try again, or copy it there by hand."
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return (
+        f"{path} can't be read ({_reason(error)}): it is not what it should be, or was cut short. Delete it, and fetch "
+        "it with --download."
+    )
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,6 +1,6 @@
 """How the paper ran its experiments: what a cell is where the command line says nothing else."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from examples.paper import paper_values
@@ -40,7 +40,7 @@ def frequencies(problem: str, method: str) -> dict[str, int | None]:
     if METHODS[method].first_order:
         return {}
     if PROBLEMS[problem].kind == "cnn":
-        return dict(_CNN_KFAC) if METHODS[method].samples_targets else {"update_freq": _CNN_UPDATE_FREQ}
+        return dict(_CNN_KFAC) if METHODS[method].is_kfac else {"update_freq": _CNN_UPDATE_FREQ}
     return {"update_freq": METHODS[method].update_freq}
 
 
@@ -57,23 +57,23 @@ def best(problem: str, method: str) -> Overrides:
     return {name: value for name, value in vars(row[method]).items() if value is not None}
 
 
-def make_cell(problem: str, method: str, values: Overrides, *, paper_budget: bool = True) -> Cell:
+def make_cell(problem: str, method: str, values: Overrides) -> Cell:
     """Build a cell from ``values`` (None counts as not given), and the paper's settings for the rest.
 
     Args:
         problem: Name of the problem.
         method: Name of the method.
-        values: Fields of :class:`Cell`.
-        paper_budget: Whether to take the paper's budget where ``values`` has none.
+        values: Fields of :class:`Cell`. A budget replaces the paper's, and leaves the decay of the learning rate.
     """
     given = {name: value for name, value in values.items() if value is not None}
     if not METHODS[method].has_damping:
         given.pop("damping", None)
     if METHODS[method].first_order:
         given.pop("update_freq", None)
-    cell: Overrides = {**frequencies(problem, method)}
-    if paper_budget and not {"epochs", "seconds", "steps"} & given.keys():
-        cell |= vars(budget(problem, method))
+    theirs = budget(problem, method)
+    cell: Overrides = {**frequencies(problem, method), "decay_every": theirs.decay_every}
+    if not {"epochs", "seconds", "steps"} & given.keys():
+        cell |= vars(theirs)
     return Cell(problem=problem, method=method, **(cell | given))
 
 
@@ -83,15 +83,17 @@ def paper_cell(problem: str, method: str, **values: Any) -> Cell:
 
 
 def differs_from_paper(cell: Cell) -> dict[str, tuple[Any, Any]]:
-    """Hyperparameters that are not the paper's: name ↦ (ours, the paper's)."""
+    """What is not the paper's, of hyperparameters and of what a run sees of its data: name ↦ (ours, the paper's).
+
+    How long a run lasts is not compared.
+    """
+    problem, names = PROBLEMS[cell.problem], METHODS[cell.method].hyperparameters
+    ours = vars(cell) | {"batch_size": cell.batch_size or problem.batch_size}
+    decay = budget(cell.problem, cell.method).decay_every
+    theirs = {"decay_every": decay, "batch_size": problem.batch_size, "data_limit": None}
     try:
-        ours, theirs = vars(cell), vars(paper_cell(cell.problem, cell.method))
+        paper = vars(paper_cell(cell.problem, cell.method))
     except KeyError:
-        return {}
-    names = ("lr", "damping", "weight_decay", "update_freq", "stats_update_freq")
-    return {name: (ours[name], theirs[name]) for name in names if ours[name] != theirs[name]}
-
-
-def without_budget(cell: Cell) -> Cell:
-    """The same cell, to compare cells whatever their budgets."""
-    return replace(cell, epochs=None, seconds=None, steps=1, seed=0)
+        paper = {}
+    theirs = {name: paper[name] for name in names if name in paper} | theirs
+    return {name: (ours[name], value) for name, value in theirs.items() if ours[name] != value}

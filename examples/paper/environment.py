@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -40,8 +41,8 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line, as a person would type it."""
-    return " ".join(["python -m examples.paper", *sys.argv[1:]])
+    """The command line, as a person would type it into a shell."""
+    return f"python -m examples.paper {shlex.join(sys.argv[1:])}"
 
 
 def _processor() -> str:

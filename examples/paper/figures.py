@@ -16,7 +16,10 @@ from examples.paper.problems import PROBLEMS
 from examples.paper.results import Result
 from examples.paper.summary import chosen, mean_curve
 
-_COLORS = dict(zip(METHODS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+_DARK, _LIGHT = plt.get_cmap("tab20").colors[::2], plt.get_cmap("tab20").colors[1::2]
+# Light blue and light gray come last: they are the nearest to others.
+_ALL = (*_DARK, *_LIGHT[1:7], *_LIGHT[8:], _LIGHT[0], _LIGHT[7])
+COLORS = dict(zip(METHODS, _ALL, strict=False))
 
 
 def draw(results: Sequence[Result], problem: str, directory: Path, name: str) -> Path | None:
@@ -51,7 +54,7 @@ def _draw_axes(ax: Axes, methods: dict[str, list[Result]], column: str, against:
     for method, seeds in methods.items():
         curve = _curve(seeds, column)
         x = curve.index if against == "epoch" else curve["seconds"]
-        (line,) = ax.plot(x, curve["mean"], label=METHODS[method].title, color=_COLORS.get(method), linewidth=1.2)
+        (line,) = ax.plot(x, curve["mean"], label=METHODS[method].title, color=COLORS[method], linewidth=1.2)
         ax.fill_between(
             x, curve["mean"] - curve["error"], curve["mean"] + curve["error"], color=line.get_color(), alpha=0.25
         )

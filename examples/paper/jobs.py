@@ -1,6 +1,7 @@
 """A list of cells, worked off by processes: it can be killed at any moment and started again.
 
-A cell counts as done once its line is in ``results.jsonl``; until then it goes on from its last checkpoint.
+A cell counts as done once its line is in ``results.jsonl``; until then it goes on from its last checkpoint,
+and where its log has an end already, the line is made of that.
 """
 
 import asyncio

@@ -53,18 +53,31 @@ class Method:
         build: (model, settings) ↦ optimizer.
         update_freq: T where the command line names none; None for methods without one.
         has_damping: Whether it takes a damping.
+        has_decay: Whether it takes a weight decay.
         samples_targets: Whether its initial curvature needs targets from the predictive distribution.
+        is_kfac: Whether it has two frequencies, T₁ of the statistics and T₂ of the inverses, instead of T.
     """
 
     title: str
     build: Callable[[nn.Module, Settings], Optimizer]
     update_freq: int | None = None
     has_damping: bool = True
+    has_decay: bool = True
     samples_targets: bool = False
+    is_kfac: bool = False
 
     @property
     def first_order(self) -> bool:
         return self.update_freq is None
+
+    @property
+    def hyperparameters(self) -> tuple[str, ...]:
+        """Those of a cell's fields that change what the method does."""
+        has = {
+            **{"lr": True, "damping": self.has_damping, "weight_decay": self.has_decay},
+            **{"stats_update_freq": self.is_kfac, "update_freq": not self.first_order},
+        }
+        return tuple(name for name, it_has in has.items() if it_has)
 
 
 def _common(settings: Settings) -> dict[str, Any]:
@@ -140,8 +153,10 @@ METHODS: dict[str, Method] = {
     "kbfgsl": Method("K-BFGS(L)", partial(_quasi_newton, "KBFGSL"), update_freq=1),
     "kbfgs20": Method("K-BFGS-20", partial(_quasi_newton, "KBFGS20"), update_freq=1),
     "kbfgsl20": Method("K-BFGS(L)-20", partial(_quasi_newton, "KBFGSL20"), update_freq=1),
-    "kfac": Method("KFAC", partial(_kfac, "recipe"), update_freq=20, samples_targets=True),
-    "kfac-printed": Method("KFAC (algo_1)", partial(_kfac, "recipe_as_printed"), update_freq=20, samples_targets=True),
+    "kfac": Method("KFAC", partial(_kfac, "recipe"), update_freq=20, samples_targets=True, is_kfac=True),
+    "kfac-printed": Method(
+        "KFAC (algo_1)", partial(_kfac, "recipe_as_printed"), update_freq=20, samples_targets=True, is_kfac=True
+    ),
     "adam": Method("Adam", _adam),
     "adam-2020": Method("Adam (code of 2020)", _adam_2020),
     "sgdm": Method("SGD-m", _sgdm, has_damping=False),
@@ -165,7 +180,8 @@ METHODS: dict[str, Method] = {
         partial(_kfac, "recipe", second_pass_fraction=0.25),
         update_freq=20,
         samples_targets=True,
+        is_kfac=True,
     ),
-    "provable": Method("K-BFGS(L), algo_7", _provable, update_freq=1),
+    "provable": Method("K-BFGS(L), algo_7", _provable, update_freq=1, has_decay=False),
     "kbfgs-moving-a": Method("K-BFGS (#2 off)", partial(_ablation, "input_side"), update_freq=1),
 }

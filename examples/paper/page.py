@@ -1,15 +1,16 @@
 """A page in Markdown, made of results alone: no number on it was typed by hand."""
 
+import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 
 from examples.paper import figures, paper_values, records, summary
 from examples.paper.problems import PROBLEMS
-from examples.paper.results import Result, environments, load, time_column
+from examples.paper.results import RESULTS, Result, environments, load, time_column
 from examples.paper.tables import TABLES
 
 TABLE_FILE = "table.json"
@@ -32,19 +33,54 @@ class Section:
     results: list[Result]
     published: summary.Published | None
 
+    @property
+    def problems(self) -> list[str]:
+        return list(dict.fromkeys(r.cell.problem for r in self.results))
+
+    def figure(self, problem: str) -> str:
+        """Name of a problem's figure, without a suffix."""
+        return f"{self.name}-{problem}"
+
+    @property
+    def figures(self) -> set[str]:
+        """Names of all its figures."""
+        return {self.figure(problem) for problem in self.problems}
+
+    def beside(self, taken: set[str]) -> "Section":
+        """The same section, renamed where one of its figures would replace one of these."""
+        names = itertools.chain([self.name], (f"{self.name}-{number}" for number in itertools.count(2)))
+        sections = (replace(self, name=name) for name in names)
+        return next(section for section in sections if not section.figures & taken)
+
 
 def describe(directory: Path, table: str) -> None:
-    """Write down which table a directory holds."""
-    records.write_atomically(directory / TABLE_FILE, json.dumps({"table": table}).encode())
+    """Write down which table a directory holds.
+
+    Raises:
+        SystemExit: If it holds another.
+    """
+    holds = _table_in(directory)
+    if holds is None:
+        records.write_atomically(directory / TABLE_FILE, json.dumps({"table": table}).encode())
+    elif holds != table:
+        raise SystemExit(
+            f"{directory} holds results of {holds}, and a directory has one table: name another for {table}."
+        )
+
+
+def _table_in(directory: Path) -> str | None:
+    file = directory / TABLE_FILE
+    return json.loads(file.read_text())["table"] if file.exists() else None
 
 
 def section_of_table(directory: Path) -> Section:
     """The section of a directory that ``table`` wrote."""
-    file = directory / TABLE_FILE
-    name = json.loads(file.read_text())["table"] if file.exists() else None
-    table = TABLES.get(name)
-    title, published = (directory.name, None) if table is None else (f"{table.title} (`{name}`)", table.published)
-    return Section(directory.name, title, load([directory]), published)
+    name, table_name = directory.resolve().name, _table_in(directory)
+    if table_name is None and not (directory / RESULTS).exists():
+        raise ValueError(f"{directory} is no directory of `table`: it has neither {TABLE_FILE} nor {RESULTS}.")
+    table = TABLES.get(table_name or "")
+    title, published = (name, None) if table is None else (f"{table.title} (`{table_name}`)", table.published)
+    return Section(name, title, load([directory]), published)
 
 
 def section_of_runs(logs: Sequence[Path]) -> Section:
@@ -53,11 +89,11 @@ def section_of_runs(logs: Sequence[Path]) -> Section:
     return Section("runs", "Single runs", load(logs), published)
 
 
-def render(section: Section, figure_directory: Path, relative_to: Path) -> str:
-    """The section in Markdown; draws its figures."""
+def render(section: Section, page: Path | None) -> str:
+    """The section in Markdown; draws its figures where there is a page to show them."""
     blocks = [f"## {section.title}"]
-    for problem in dict.fromkeys(r.cell.problem for r in section.results):
-        blocks += _problem(section, problem, figure_directory, relative_to)
+    for problem in section.problems:
+        blocks += _problem(section, problem, page)
     if not section.results:
         blocks.append("No finished run yet.")
     else:
@@ -65,7 +101,7 @@ def render(section: Section, figure_directory: Path, relative_to: Path) -> str:
     return "\n\n".join(blocks)
 
 
-def _problem(section: Section, problem: str, figure_directory: Path, relative_to: Path) -> list[str]:
+def _problem(section: Section, problem: str, page: Path | None) -> list[str]:
     results = [r for r in section.results if r.cell.problem == problem]
     blocks = [f"### {PROBLEMS[problem].title}", markdown(summary.main_table(results, problem, section.published))]
     blocks += ["\n".join(f"* {text}" for text in summary.remarks(results, problem))]
@@ -76,12 +112,15 @@ def _problem(section: Section, problem: str, figure_directory: Path, relative_to
     if problem in LEVELS:
         reach = summary.to_reach(results, problem, LEVELS[problem])
         blocks += [f"Epochs (and seconds of training) until the mean {metric} has reached", markdown(reach)]
-    path = figures.draw(results, problem, figure_directory, f"{section.name}-{problem}")
-    if path is not None:
-        blocks.append(
-            f"![{PROBLEMS[problem].title}: loss and error by epoch and second]({path.relative_to(relative_to)})"
-        )
+    if page is not None:
+        path = figures.draw(results, problem, _figure_directory(page), section.figure(problem))
+        title = f"{PROBLEMS[problem].title}: loss and error by epoch and second"
+        blocks += [] if path is None else [f"![{title}]({path.relative_to(page.parent).as_posix()})"]
     return [block for block in blocks if block]
+
+
+def _figure_directory(page: Path) -> Path:
+    return page.parent / "figures" if page.stem == "README" else page.with_suffix("")
 
 
 def provenance(results: Sequence[Result]) -> str:

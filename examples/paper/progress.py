@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from examples.paper.cell import Cell
 from examples.paper.jobs import Display
@@ -39,9 +40,8 @@ class _Live:
         self.progress.stop()
 
     def _show(self, task: TaskID, cell: Cell, status: Status) -> None:
-        total, now = end_and_position(cell, status)
         state = f"{status.phase}, epoch {status.epoch}, iteration {status.step}, loss {status.loss:.4g}"
-        self.progress.update(task, total=total, completed=now, state=state)
+        self.progress.update(task, total=1.0, completed=fraction_done(cell, status), state=state)
 
 
 class Bar(_Live):
@@ -75,15 +75,16 @@ class Board(_Live, Display):
         self.progress.remove_task(self._tasks.pop(cell.key))
         self.progress.advance(self._all)
         self.progress.update(self._all, state="")
-        self.progress.console.print(f"{cell.key}: {'done' if error is None else f'[red]failed[/red]: {error}'}")
+        # Text, for an error may well have brackets, which markup would take for its own.
+        how = "done" if error is None else Text.assemble(("failed", "red"), ": ", error)
+        self.progress.console.print(Text.assemble(f"{cell.key}: ", how))
 
 
-def end_and_position(cell: Cell, status: Status) -> tuple[float, float]:
-    """The end of a run and where it is, in seconds or iterations."""
-    if cell.seconds is not None:
-        return cell.seconds, min(cell.seconds, status.seconds)
-    ends = [cell.steps, None if cell.epochs is None else cell.epochs * status.steps_per_epoch]
-    return float(min(end for end in ends if end is not None)), float(status.step)
+def fraction_done(cell: Cell, status: Status) -> float:
+    """How much of a run is done: the largest fraction of a budget, for the first that is used up ends it."""
+    epochs = None if cell.epochs is None else cell.epochs * status.steps_per_epoch
+    used = ((status.step, epochs), (status.step, cell.steps), (status.seconds, cell.seconds))
+    return max(min(1.0, now / end) if end else 1.0 for now, end in used if end is not None)
 
 
 def sentence(lines: list[dict[str, Any]]) -> str:

@@ -1,7 +1,8 @@
 """Results of finished runs, read from what ``table`` and ``run`` wrote."""
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ class Result:
         return float(column.min() if lower_is_better(self.cell.problem) else column.max())
 
     @property
-    def hyperparameters(self) -> tuple[Any, ...]:
-        return tuple(getattr(self.cell, name) for name in _HYPERPARAMETERS)
+    def setting(self) -> Cell:
+        """All that decides the result but the seed."""
+        return replace(self.cell, seed=0)
 
 
 def metric_of(problem: str) -> str:
@@ -76,15 +78,38 @@ def finished_keys(directory: Path) -> set[str]:
 
 
 def load(paths: Iterable[Path]) -> list[Result]:
-    """Results in directories that ``table`` wrote, and in logs that ``run`` wrote; unfinished runs have none."""
-    results: dict[str, Result] = {}
-    for path in paths:
-        lines = records.read(path / RESULTS if path.is_dir() else path)
-        if lines and lines[0]["kind"] == "header":
-            lines = [to_line(lines)] if lines[-1]["kind"] == "end" else []
-        for line in lines:
-            results[line["header"]["key"]] = _result(line)
-    return list(results.values())
+    """Results in directories that ``table`` wrote, and in logs that ``run`` wrote; unfinished runs have none.
+
+    Raises:
+        ValueError: If a file is neither.
+    """
+    lines = [line for path in paths for line in _finished(path / RESULTS if path.is_dir() else path)]
+    return list({line["header"]["key"]: _result(line) for line in lines}.values())
+
+
+def _finished(file: Path) -> list[dict[str, Any]]:
+    """One line a finished run."""
+    kind = kind_of(file)
+    if kind is None and not (file.exists() and file.stat().st_size):
+        return []  # it has only just begun
+    if kind not in ("header", "result"):
+        said = "no line of a log" if kind is None else f"lines of the kind {kind!r}"
+        raise ValueError(f"{file} has {said}, not the log of a run. Name logs of `run` or directories of `table`.")
+    lines = records.read(file)
+    if kind == "header":
+        return [to_line(lines)] if lines[-1]["kind"] == "end" else []
+    return lines
+
+
+def kind_of(file: Path) -> str | None:
+    """What the first whole line of a file says that it is; None where it says nothing, or there is none."""
+    for line in file.read_bytes().splitlines() if file.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut short, or no text at all
+            continue
+        return record.get("kind") if isinstance(record, dict) else None
+    return None
 
 
 def environments(header: dict[str, Any]) -> list[dict[str, Any]]:
@@ -117,16 +142,16 @@ def _blew_up(losses: pd.Series) -> bool:
 
 
 def by_setting(results: Iterable[Result]) -> dict[tuple[str, str], list[list[Result]]]:
-    """Group by problem and method, and within these by hyperparameters; each group holds the seeds."""
-    groups: dict[tuple[str, str], dict[tuple[Any, ...], list[Result]]] = {}
+    """Group by problem and method, and within these by hyperparameters and budget; each group holds the seeds."""
+    groups: dict[tuple[str, str], dict[Cell, list[Result]]] = {}
     for result in results:
         settings = groups.setdefault((result.cell.problem, result.cell.method), {})
-        settings.setdefault(result.hyperparameters, []).append(result)
+        settings.setdefault(result.setting, []).append(result)
     return {name: list(settings.values()) for name, settings in groups.items()}
 
 
 def best_setting(settings: list[list[Result]]) -> list[Result] | None:
-    """The seeds of the best hyperparameters, among those where no seed diverged; None where all did."""
+    """The seeds of the best setting, of whatever budget, among those where no seed diverged; None where all did."""
     whole = [seeds for seeds in settings if all(r.outcome == "finished" for r in seeds)]
     if not whole:
         return None

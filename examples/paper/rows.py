@@ -77,7 +77,7 @@ def _row(run: list[dict[str, Any]], epochs: list[int]) -> list[str]:
     seconds = f"{last[time_column(run[0])] / last['epoch']:.1f}" if last["epoch"] else "-"
     cells = [_loss(losses[e]["train_loss"]) if "train_loss" in losses.get(e, {}) else "" for e in epochs]
     if end.get("outcome") == "diverged":
-        cells[min(len(losses) - 1, len(cells) - 1)] = f"diverged at iteration {end['iteration']}"
+        _add(cells, epochs, last["epoch"], f"diverged at iteration {end['iteration']}")
     memory = f"{last['state_bytes'] / 2**20:.1f}" if "state_bytes" in last else ""
     return [
         METHODS[cell["method"]].title,
@@ -90,6 +90,15 @@ def _row(run: list[dict[str, Any]], epochs: list[int]) -> list[str]:
         _pairs(last.get("pairs_A")),
         _pairs(last.get("pairs_G")),
     ]
+
+
+def _add(cells: list[str], epochs: list[int], last: float, text: str) -> None:
+    """Say what happened after the last epoch logged: in the first column after it, or else behind the last loss."""
+    later = [i for i, epoch in enumerate(epochs) if epoch > last]
+    if later:
+        cells[later[0]] = text
+    else:
+        cells[-1] = ", then ".join(filter(None, [cells[-1], text]))
 
 
 def _loss(value: float) -> str:

@@ -1,7 +1,7 @@
 """The paper's tables as lists of cells."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,10 +81,15 @@ _SMALL_GRID: dict[str, list[Overrides]] = {
 
 def grid(problem: str, method: str) -> list[Overrides]:
     """The search range of a method on a problem, one entry a cell."""
-    if PROBLEMS[problem].kind == "cnn" and PROBLEMS[problem].like:
+    is_cnn = PROBLEMS[problem].kind == "cnn"
+    small = is_cnn and PROBLEMS[problem].like is not None
+    grids = _SMALL_GRID if small else paper_values.CNN_GRID if is_cnn else paper_values.AUTOENCODER_GRID
+    if method not in grids:
+        whose = "There is" if small else "The paper has"
+        raise KeyError(f"{whose} no search range for {method} on {problem}; there is one for {', '.join(grids)}.")
+    if small:
         return _SMALL_GRID[method]
-    kind = PROBLEMS[problem].kind
-    ranges = (paper_values.CNN_GRID if kind == "cnn" else paper_values.AUTOENCODER_GRID)[method]
+    ranges = grids[method]
     return [dict(zip(ranges, values, strict=True)) for values in itertools.product(*ranges.values())]
 
 
@@ -104,9 +109,20 @@ def cells_of(
         values: Which hyperparameters.
         seeds: The seeds.
         budget: Fields of :class:`Cell` for all cells.
-        changes: Fields of :class:`Cell` by method, which replace the paper's values; a grid ignores them.
+        changes: Fields of :class:`Cell` by method, which replace the paper's values, or those found.
         found: Best hyperparameters found by a search, by problem and method.
+
+    Raises:
+        ValueError: If a change would change nothing.
+        KeyError: If there are no hyperparameters of a method on a problem.
     """
+    if changes and values == "grid":
+        raise ValueError(
+            "--change replaces single values, and a grid has them all: add --values paper, or leave it out."
+        )
+    absent = [method for method in changes if method not in table.methods]
+    if absent:
+        raise ValueError(f"--change names {', '.join(absent)}, but the methods are {', '.join(table.methods)}.")
     cells = []
     for seed, problem, method in itertools.product(seeds, table.problems, table.methods):
         for hyperparameters in _hyperparameters(problem, method, values, changes.get(method, {}), found):
@@ -120,26 +136,53 @@ def _hyperparameters(
     if values == "grid":
         return grid(problem, method)
     if values == "found":
-        return [found[problem, method] | change] if (problem, method) in found else []
+        if (problem, method) not in found:
+            raise KeyError(
+                f"The search has no finished run of {method} on {problem}: search there too, or name what to run with "
+                "--problems and --methods."
+            )
+        return [found[problem, method] | change]
     return [best(problem, method) | change]
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _frequency(text: str) -> int | str:
+    return text if text in ("geometric", "early") else _count(text)
+
+
+_FIELDS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "lr": (float, "a number"),
+    "damping": (float, "a number"),
+    "weight_decay": (float, "a number"),
+    "stats_update_freq": (_count, "a number of iterations, 1 or more"),
+    "update_freq": (_frequency, "a number of iterations, 1 or more, or geometric, or early"),
+}
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Read ``METHOD.FIELD=VALUE``, for example ``kfac.damping=1`` or ``kfac.update_freq=geometric``.
 
     Raises:
-        ValueError: If one is not of this form.
+        ValueError: If one is not of this form, or the method has no such hyperparameter.
     """
     changes: dict[str, dict[str, Any]] = {}
-    fields = {"lr": float, "damping": float, "weight_decay": float, "update_freq": _frequency, "stats_update_freq": int}
     for text in texts:
         name, _, value = text.partition("=")
         method, _, field = name.partition(".")
-        if method not in METHODS or field not in fields or not value:
-            raise ValueError(f"{text!r} is not METHOD.FIELD=VALUE with a FIELD of {', '.join(fields)}.")
-        changes.setdefault(method, {})[field] = fields[field](value)
+        if method not in METHODS or field not in _FIELDS or not value:
+            raise ValueError(f"--change {text}: not METHOD.FIELD=VALUE with a FIELD of {', '.join(_FIELDS)}.")
+        if field not in METHODS[method].hyperparameters:
+            has = ", ".join(METHODS[method].hyperparameters)
+            raise ValueError(f"--change {text}: {method} has no {field}; it has {has}.")
+        read, takes = _FIELDS[field]
+        try:
+            changes.setdefault(method, {})[field] = read(value)
+        except ValueError:
+            raise ValueError(f"--change {text}: {field} takes {takes}, not {value!r}.") from None
     return changes
-
-
-def _frequency(text: str) -> int | str:
-    return text if text in ("geometric", "early") else int(text)

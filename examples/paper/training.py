@@ -1,4 +1,4 @@
-"""Training of one cell, which can stop after any epoch and go on later as if it had not."""
+"""Training of one cell, which can stop after any epoch, or where a budget ends, and go on later as if it had not."""
 
 from __future__ import annotations
 
@@ -46,12 +46,14 @@ class Training:
         train = data.train if cell.data_limit is None else data.train.first(cell.data_limit)
         self.train = train.to(device)
         self.valid = None if data.valid is None else data.valid.to(device)
-        self.batch_size = cell.batch_size or self.problem.batch_size
+        self.batch_size = self.problem.batch_size if cell.batch_size is None else cell.batch_size
         self.model = self.problem.build().to(device)
         self.optimizer = METHODS[cell.method].build(self.model, cell.settings)
         self.clock = Clock(device)
         self.epoch = 0
         self.step = 0
+        self._order: torch.Tensor | None = None  # of the data in the epoch that has begun
+        self._total = torch.zeros((), dtype=torch.float64, device=device)  # of its minibatches' losses
         self._last_loss = math.nan
         self._at_a_time = 1 if device.type == "cpu" else 20  # clock and loss are read, which waits for the device
 
@@ -60,6 +62,11 @@ class Training:
     @property
     def steps_per_epoch(self) -> int:
         return max(1, len(self.train) // self.batch_size)
+
+    @property
+    def last_full_epoch(self) -> int:
+        """The iteration at which it ended."""
+        return self.epoch * self.steps_per_epoch
 
     @property
     def done(self) -> bool:
@@ -92,7 +99,7 @@ class Training:
         self.optimizer.warm_start(loader, forward, progress=False)
 
     def train_epoch(self, watch: Callable[[Status], None]) -> dict[str, Any]:
-        """Train for one epoch, or until the budget is used up; return its record.
+        """Train to the end of an epoch, or until the budget is used up; return its record.
 
         Raises:
             Diverged: If the loss is no longer finite.
@@ -100,22 +107,24 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = self.cell.lr_at(self.epoch)
         self.model.train()
-        total, steps = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        batches = self.train.shuffled(self.batch_size, self.problem.train_transform)
+        if self._order is None:
+            self._order, self._total = torch.randperm(len(self.train)), torch.zeros_like(self._total)
+        first, transform = self.step - self.last_full_epoch, self.problem.train_transform
+        batches = self.train.shuffled(self._order, self.batch_size, transform, first)
         while not self.done:
             with self.clock.phase("train"):
                 losses = [self._train_step(batch) for batch in islice(batches, self._steps_until_next_look())]
             if not losses:
                 break
-            total += torch.stack(losses).double().sum()
-            steps += len(losses)
+            self._total += torch.stack(losses).double().sum()
             self.step += len(losses)
             self._check(losses[-1])
             watch(self.status("train"))
-        mean = total.item() / max(1, steps)
+        mean = self._total.item() / (self.step - self.last_full_epoch)
         if not math.isfinite(mean):
             raise Diverged(f"mean loss {mean} of epoch {self.epoch}")
-        self.epoch += 1
+        if self.step == self.last_full_epoch + self.steps_per_epoch:
+            self.epoch, self._order = self.epoch + 1, None
         return self._record(mean, watch)
 
     def _train_step(self, batch: Batch) -> torch.Tensor:
@@ -191,6 +200,8 @@ class Training:
             "clock": self.clock.state_dict(),
             "epoch": self.epoch,
             "step": self.step,
+            "order": self._order,
+            "total": self._total,
             "random": _random_state(),
         }
 
@@ -200,6 +211,7 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         self.clock.load_state_dict(state["clock"])
         self.epoch, self.step = state["epoch"], state["step"]
+        self._order, self._total = state["order"], state["total"].to(self.device)
         _set_random_state(state["random"])
 
 

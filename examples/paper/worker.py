@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -13,7 +14,7 @@ from examples.paper import environment, records
 from examples.paper.cell import Cell
 from examples.paper.problems import PROBLEMS
 from examples.paper.results import RESULTS, finished_keys, to_line
-from examples.paper.run import run
+from examples.paper.run import checkpoint_path, run
 from examples.paper.training import Status
 
 _SECONDS_BETWEEN_REPORTS = 0.3
@@ -63,7 +64,10 @@ class Reporter:
 
 
 def work(job: Job) -> None:
-    """Run the cell from its last checkpoint on, and append its result; nothing if it has one already."""
+    """Run the cell from its last checkpoint on, and append its result; nothing if it has one already.
+
+    Killed after the run and before its result is written, it takes the result from the log the next time.
+    """
     environment.prepare(job.threads)
     cell, directory, log = Cell(**job.cell), Path(job.directory), job.log()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -71,17 +75,22 @@ def work(job: Job) -> None:
     with FileLock(log.with_suffix(".lock")):
         if cell.key in finished_keys(directory):
             return
-        lines = run(
-            cell,
-            PROBLEMS[cell.problem].load(Path(job.data_root), False),
-            log,
-            device=torch.device(job.device),
-            resume=True,
-            watch=Reporter(),
-            checkpoint_every=job.checkpoint_every,
-            header={"command": job.command, "jobs": job.jobs},
-        )
-        records.append(directory / RESULTS, to_line(lines))
+        lines = records.read(log)
+        records.append(directory / RESULTS, to_line(lines if records.ended(lines) else _run(job, cell, log)))
+        checkpoint_path(log).unlink(missing_ok=True)  # is there where it was killed right after the last line
+
+
+def _run(job: Job, cell: Cell, log: Path) -> list[dict[str, Any]]:
+    return run(
+        cell,
+        PROBLEMS[cell.problem].load(Path(job.data_root), False),
+        log,
+        device=torch.device(job.device),
+        resume=True,
+        watch=Reporter(),
+        checkpoint_every=job.checkpoint_every,
+        header={"command": job.command, "jobs": job.jobs},
+    )
 
 
 if __name__ == "__main__":

@@ -25,12 +25,24 @@ class Machine:
     """Threads of torch; 0 for its own choice, shared out among jobs."""
 
     def torch_device(self) -> torch.device:
-        """Where tensors go."""
-        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-        return torch.device(name)
+        """Where tensors go.
+
+        Raises:
+            SystemExit: If there is no GPU where one was asked for.
+        """
+        gpu = torch.cuda.is_available()
+        if self.device == "cuda" and not gpu:
+            raise SystemExit("--device cuda: torch sees no GPU that it can use here. Give --device cpu, or auto.")
+        return torch.device(("cuda" if gpu else "cpu") if self.device == "auto" else self.device)
 
     def threads_for(self, jobs: int) -> int:
-        """Threads of each of so many processes."""
+        """Threads of each of so many processes.
+
+        Raises:
+            SystemExit: If the number that was given is none.
+        """
+        if self.threads < 0:
+            raise SystemExit(f"--threads {self.threads}: a process has one or more. Give 1 or more, or 0 for a choice.")
         return self.threads or max(1, torch.get_num_threads() // jobs)
 
     def load(self, problem: str) -> Data:

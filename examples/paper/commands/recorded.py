@@ -3,18 +3,19 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
 import torch
+import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from examples.paper import environment, records
-from examples.paper.datasets import mnist_vectors
+from examples.paper.commands.machine import Machine
 from examples.paper.losses import BINARY_CROSS_ENTROPY
 from examples.paper.nets import autoencoder
 from examples.paper.objective import minibatch
@@ -25,7 +26,7 @@ from kfqn_ext.optim.sides import GammaInverse, OmegaInverse
 
 RECORD = {1: 183.0, 2: 135.0, 3: 99.7, 4: 82.5, 8: 64.1}
 """Training loss by epoch, which has 5e-6 ‖W‖² added: 0.01 at the start."""
-THEIR_SEED = 9999
+THEIR_SEED, THEIR_BATCH_SIZE = 9999, 1000
 
 
 @dataclass(frozen=True)
@@ -44,29 +45,42 @@ class Recorded:
     """Seed of the initial weights and of the order of the data; the record's is 9999."""
     epochs: int = 4
     """Epochs of each run."""
-    batch_size: int = 1000
+    batch_size: int = THEIR_BATCH_SIZE
     """m; the record's is 1000."""
-    data_root: Path = Path("data")
-    """Directory that holds MNIST."""
-    download: bool = False
-    """Fetch MNIST where it is missing."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one."""
-    threads: int = 0
-    """Threads of torch; 0 for its own choice."""
     out: Path = Path("runs/recorded.jsonl")
     """File of JSON lines. Lines are added, runs that it has are not made again."""
+    machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
 
     def main(self) -> None:
-        environment.prepare(self.threads)
-        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-        images = mnist_vectors(self.data_root, self.download).train.x.to(name)
-        done = {(record["seed"], record["targets"]) for record in records.read(self.out)}
-        for targets in [targets for targets in self.targets if (self.seed, targets) not in done]:
+        device, threads = self.machine.torch_device(), self.machine.threads_for(1)
+        images = self.machine.load("mnist").train.x.to(device)
+        self._check(len(images))
+        environment.prepare(threads)
+        done = {(_which(run), _epochs(run)) for run in records.read(self.out)}
+        for targets in self.targets:
+            which = {"seed": self.seed, "targets": targets, "batch_size": self.batch_size}
+            if (_which(which), self.epochs) in done:
+                continue
             result = train(images, self.seed, targets, self.epochs, self.batch_size)
-            about = {"command": environment.command(), "environment": environment.describe(images.device)}
-            records.append(self.out, {"kind": "recorded", "seed": self.seed, "targets": targets, **result, **about})
+            about = {"command": environment.command(), "environment": environment.describe(device)}
+            records.append(self.out, {"kind": "recorded", **which, "epochs": self.epochs, **result, **about})
         Console().print(Markdown(render(self.out)))
+
+    def _check(self, images: int) -> None:
+        if not 1 <= self.batch_size <= images:
+            raise SystemExit(f"--batch-size {self.batch_size}: of {images} images, a minibatch has 1 to {images}.")
+        if self.epochs < 1:
+            raise SystemExit(f"--epochs {self.epochs}: nothing is recorded before the end of an epoch. Give 1 or more.")
+
+
+def _which(run: dict[str, Any]) -> tuple[int, int, int]:
+    """Seeds and batch size; the earliest logs say no batch size, which was the record's."""
+    return run["seed"], run["targets"], run.get("batch_size", THEIR_BATCH_SIZE)
+
+
+def _epochs(run: dict[str, Any]) -> int:
+    """How many epochs were asked for; the earliest logs do not say, and have at least those that ended."""
+    return run.get("epochs", len(run["losses"]))
 
 
 def train(images: Tensor, seed: int, targets: int, epochs: int, batch_size: int) -> dict[str, object]:
@@ -121,22 +135,32 @@ def evaluate(model: nn.Module, images: Tensor, batch_size: int) -> float:
 
 
 def render(path: Path) -> str:
-    """Table of the runs in a file, with their distance from the record, and the machines that they ran on."""
-    runs = sorted(records.read(path), key=lambda run: (run["seed"] != THEIR_SEED, run["seed"], run["targets"]))
+    """Table of the runs in a file, with their distance from the record, and the machines that they ran on.
+
+    Of runs that differ in their epochs alone, it has the longest.
+    """
+    longest = {_which(run): run for run in sorted(records.read(path), key=_epochs)}
+    runs = sorted(longest.values(), key=lambda run: (_label(run) != str(THEIR_SEED), _which(run)))
     epochs = range(1, max((len(run["losses"]) for run in runs), default=0) + 1)
     rows = [{"seed": "the record", **{str(e): f"{RECORD[e]:g}" for e in epochs if e in RECORD}}]
     for run in runs:
-        row = {"seed": run["seed"], "targets": run["targets"], **_beside(run["losses"])}
+        row = {"seed": _label(run), "targets": run["targets"], **_beside(run["losses"])}
         if run["diverged_at"] is not None:
             row[str(len(run["losses"]) + 1)] = f"diverged at step {run['diverged_at']}"
         rows.append(row)
-    for seed in dict.fromkeys(run["seed"] for run in runs):
-        whole = [run["losses"] for run in runs if run["seed"] == seed and run["diverged_at"] is None]
+    for label in dict.fromkeys(_label(run) for run in runs):
+        whole = [run["losses"] for run in runs if _label(run) == label and run["diverged_at"] is None]
         if len(whole) > 1:
             means = [sum(losses) / len(losses) for losses in zip(*whole, strict=False)]
-            rows.append({"seed": seed, "targets": "mean", **_beside(means)})
+            rows.append({"seed": label, "targets": "mean", **_beside(means)})
     frame = pd.DataFrame(rows, columns=["seed", "targets", *map(str, epochs)], dtype=object)
     return "\n\n".join([markdown(frame), *sorted({machine(run["environment"]) for run in runs})]) + "\n"
+
+
+def _label(run: dict[str, Any]) -> str:
+    """The seed, and the batch size where it is not the record's."""
+    seed, _, batch_size = _which(run)
+    return str(seed) if batch_size == THEIR_BATCH_SIZE else f"{seed}, m = {batch_size}"
 
 
 def _beside(losses: list[float]) -> dict[str, str]:

@@ -22,23 +22,45 @@ class Report:
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Directories of `table`, logs of `run`, files of `costs`, in the order of the page's sections."""
-    page: Path = Path("results/README.md")
+    page: Path | None = None
     """The page, in Markdown. Figures, PNG and PDF, go to a directory beside it."""
 
     def main(self) -> None:
+        self._check()
+        try:
+            text = self._text()
+        except ValueError as error:
+            raise SystemExit(error.args[0]) from None
+        Console().print(Markdown(text))
+        if self.page is not None:
+            self.page.parent.mkdir(parents=True, exist_ok=True)
+            self.page.write_text(text)
+            print(f"Written to {self.page}")
+
+    def _check(self) -> None:
         if not self.paths:
             raise SystemExit("Name at least one directory or file.")
         missing = [str(path) for path in self.paths if not path.exists()]
         if missing:
             raise SystemExit(f"Not there: {', '.join(missing)}")
-        directory = self.page.parent / "figures" if self.page.stem == "README" else self.page.with_suffix("")
-        sections = [self._render(section, directory) for section in self._sections()]
-        head = f"# Results\n\nMade by `{environment.command()}`; every number comes from the logs of the runs."
-        text = "\n\n".join([head, *sections]) + "\n"
-        self.page.parent.mkdir(parents=True, exist_ok=True)
-        self.page.write_text(text)
-        Console().print(Markdown(text))
-        print(f"Written to {self.page}")
+        if self.page is not None and (not self.page.suffix or self.page.is_dir()):
+            raise SystemExit(
+                f"--page {self.page} is no name of a file: figures go to a directory of the page's name "
+                f"without its suffix, so give it one, as in {self.page}.md."
+            )
+
+    def _text(self) -> str:
+        """The page; draws its figures where it is to be written."""
+        blocks = [f"# Results\n\nMade by `{environment.command()}`; every number comes from the logs of the runs."]
+        taken: set[str] = set()
+        for section in self._sections():
+            if isinstance(section, Path):
+                blocks.append(render_costs(section))
+            else:
+                own = section.beside(taken)
+                taken |= own.figures
+                blocks.append(render(own, self.page))
+        return "\n\n".join(blocks) + "\n"
 
     def _sections(self) -> list[Section | Path]:
         """One section a directory or file of costs, in order; then one for all logs of single runs."""
@@ -46,8 +68,3 @@ class Report:
         others = [path for path in self.paths if path not in logs]
         sections: list[Section | Path] = [section_of_table(path) if path.is_dir() else path for path in others]
         return [*sections, section_of_runs(logs)] if logs else sections
-
-    def _render(self, section: Section | Path, directory: Path) -> str:
-        if isinstance(section, Path):
-            return render_costs(section)
-        return render(section, directory, self.page.parent)

@@ -15,6 +15,7 @@ from examples.paper.defaults import best, make_cell
 from examples.paper.methods import METHODS
 from examples.paper.problems import PROBLEMS
 from examples.paper.progress import Bar, sentence
+from examples.paper.records import Refused
 from examples.paper.run import run as run_cell
 
 ProblemName = Literal[tuple(PROBLEMS)]  # type: ignore[valid-type]
@@ -72,20 +73,24 @@ class Run:
             cell = self.cell()
         except (KeyError, ValueError) as error:
             raise SystemExit(error.args[0]) from None
+        device, threads = self.machine.torch_device(), self.machine.threads_for(1)
         data = self.machine.load(cell.problem)
-        environment.prepare(self.machine.threads_for(1))
+        environment.prepare(threads)
         with Bar(cell) as bar:
-            lines = run_cell(
-                cell,
-                data,
-                self.out,
-                device=self.machine.torch_device(),
-                resume=self.resume,
-                watch=bar,
-                checkpoint_every=self.checkpoint_every,
-                keep_checkpoint=self.keep_checkpoint,
-                on_record=self._on_record(),
-            )
+            try:
+                lines = run_cell(
+                    cell,
+                    data,
+                    self.out,
+                    device=device,
+                    resume=self.resume,
+                    watch=bar,
+                    checkpoint_every=self.checkpoint_every,
+                    keep_checkpoint=self.keep_checkpoint,
+                    on_record=self._on_record(),
+                )
+            except Refused as error:
+                raise SystemExit(str(error)) from None
         print(sentence(lines))
 
     def _on_record(self) -> Callable[[dict[str, Any]], None]:

@@ -1,9 +1,18 @@
-"""``table_4`` and ``table_5``, with 1 for every constant that the O(·) hides."""
+"""``table_4`` and ``table_5``, with 1 for every constant that the O(·) hides.
 
-from collections.abc import Sequence
+What a method costs follows from how it learns its two sides, of which the paper's tables have three.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+
+from torch import nn
 
 from examples.paper.costs.workload import LayerSize
+from examples.paper.methods import METHODS, Settings
+from kfqn_ext.optim import sides
+from kfqn_ext.optim.recipe import Recipe
 
 PAIRS = 100  # p
 STATE_PARTS = ("∂W", "∂W ⊙ ∂W", "A, H_A", "G, H_G")
@@ -18,54 +27,101 @@ class Frequencies:
     T1: int = 1
 
 
+@dataclass(frozen=True)
+class Side:
+    """Costs of one side of a layer, whose inverse is d × d.
+
+    Attributes:
+        state: How many numbers it keeps.
+        datum: Multiplications for each datum and location when it learns.
+        update: Multiplications when it learns, or inverts, whatever the data.
+        direction: Multiplications for the product with one vector.
+    """
+
+    state: int
+    datum: int
+    update: int
+    direction: int
+
+
+def _bfgs(d: int) -> Side:
+    return Side(state=d**2, datum=d, update=d**2, direction=d**2)
+
+
+def _bfgs_of_a_matrix(d: int) -> Side:
+    """The matrix itself is formed, as K-BFGS-20 does."""
+    return Side(state=d**2, datum=d**2, update=d**2, direction=d**2)
+
+
+def _limited(d: int) -> Side:
+    return Side(state=PAIRS * d, datum=d, update=PAIRS * d, direction=PAIRS * d)
+
+
+def _inverse(d: int) -> Side:
+    return Side(state=d**2, datum=d**2, update=d**3, direction=d**2)
+
+
+_SIDES: dict[type, Callable[[int], Side]] = {
+    sides.HessianAction: _bfgs,
+    sides.MovingHessianAction: _bfgs_of_a_matrix,
+    sides.LimitedHessianAction: _limited,
+    sides.BatchInverse: _inverse,
+    sides.OmegaInverse: _inverse,
+    sides.DenseSecant: _bfgs,
+    sides.LimitedSecant: _limited,
+    sides.GammaInverse: _inverse,
+}
+
+
+@cache
+def _recipe(method: str) -> Recipe:
+    """How a method learns its sides."""
+    recipe: Recipe = METHODS[method].build(nn.Linear(1, 1), Settings(lr=1.0, damping=1.0)).recipe
+    return recipe
+
+
+def _sides(method: str, layer: LayerSize) -> tuple[Side, Side]:
+    recipe = _recipe(method)
+    return _SIDES[type(recipe.input_side)](layer.J), _SIDES[type(recipe.output_side)](layer.I)
+
+
 def state_numbers(method: str, layers: Sequence[LayerSize]) -> dict[str, float]:
     """How many numbers a method keeps, by part: ``table_4``."""
     total = dict.fromkeys(STATE_PARTS, 0.0)
     for layer in layers:
-        for part, number in _state(method, layer.I, layer.J).items():
+        for part, number in _state(method, layer).items():
             total[part] += layer.groups * number
     return total
 
 
-def _state(method: str, I: int, J: int) -> dict[str, float]:  # noqa: E741
-    if method == "sgdm":
-        return {"∂W": I * J}
-    if method == "adam":
-        return {"∂W": I * J, "∂W ⊙ ∂W": I * J}
-    G = PAIRS * I if method.startswith("kbfgsl") else I * I
-    return {"∂W": I * J, "A, H_A": J * J, "G, H_G": G}
+def _state(method: str, layer: LayerSize) -> dict[str, int]:
+    size = layer.I * layer.J
+    if METHODS[method].first_order:
+        return {"∂W": size, "∂W ⊙ ∂W": size if METHODS[method].has_damping else 0}
+    A, G = _sides(method, layer)
+    return {"∂W": size, "A, H_A": A.state, "G, H_G": G.state}
 
 
 def multiplications(method: str, layers: Sequence[LayerSize], m: int, freq: Frequencies) -> dict[str, float]:
     """How many multiplications an iteration takes, by part: ``table_5``."""
     total = dict.fromkeys(TIME_PARTS, 0.0)
     for layer in layers:
-        for part, number in _time(method, layer.I, layer.J, layer.T, m, freq).items():
+        for part, number in _time(method, layer, m, freq).items():
             total[part] += layer.groups * number
     return total
 
 
-def _time(method: str, I: int, J: int, locations: int, m: int, freq: Frequencies) -> dict[str, float]:  # noqa: E741
-    gradient = m * I * J * locations
-    if method == "sgdm":
-        return {"gradient": gradient, "direction": I * J}
-    if method == "adam":
-        return {"gradient": gradient, "curvature": I * J, "direction": I * J}
-    if method.startswith("kfac"):
-        statistics = m * (J**2 + I**2) * locations
-        return {
-            "gradient": gradient,
-            "additional pass": gradient / freq.T1,
-            "curvature": statistics / freq.T1 + (J**3 + I**3) / freq.T,
-            "direction": I * J**2 + I**2 * J,
-        }
-    # K-BFGS-20 needs A itself, and so J² where K-BFGS needs J.
-    product = J**2 if "20" in method or method == "kbfgs-moving-a" else J
-    output_side = PAIRS * I if method.startswith("kbfgsl") else I**2
-    output_step = PAIRS * I * J if method.startswith("kbfgsl") else I**2 * J
+def _time(method: str, layer: LayerSize, m: int, freq: Frequencies) -> dict[str, float]:
+    size = layer.I * layer.J
+    gradient = m * size * layer.T
+    if METHODS[method].first_order:
+        # Its damping, ε, is that of the second moment, which SGD-m has not.
+        return {"gradient": gradient, "curvature": size if METHODS[method].has_damping else 0, "direction": size}
+    A, G = _sides(method, layer)
+    every = freq.T1 if METHODS[method].is_kfac else freq.T
     return {
         "gradient": gradient,
-        "additional pass": gradient / freq.T,
-        "curvature": (m * product * locations + J**2 + m * I * locations + output_side) / freq.T,
-        "direction": I * J**2 + output_step,
+        "additional pass": gradient / every,
+        "curvature": m * (A.datum + G.datum) * layer.T / every + (A.update + G.update) / freq.T,
+        "direction": layer.I * A.direction + layer.J * G.direction,
     }

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from examples.paper.costs.formulas import STATE_PARTS, TIME_PARTS, Frequencies
 from examples.paper.costs.workload import Workload
 from examples.paper.methods import METHODS, Settings
-from examples.paper.objective import minibatch
 from kfqn_ext.extensions import input_gradients_only
+from kfqn_ext.optim import Minibatch
 
 _NEVER = 10**9
-_INPUT_SIDE = {"A", "Omega"}
-_MOMENTUM = {"momentum", "momentum_buffer", "exp_avg"}
+_INPUT_SIDE = {"A", "Omega", "leverage"}
+_MOMENTUM = {"momentum", "momentum_buffer", "exp_avg", "m"}
+_SECOND_MOMENT = {"exp_avg_sq", "v"}
 # Curvature of random data says nothing, so these only have to keep the loss finite.
 _LR, _DAMPING = 1e-6, 1.0
 
@@ -40,6 +41,16 @@ class Costs:
     iteration: float | None
 
 
+class _Watched(Minibatch):
+    """A minibatch that remembers which part of it an optimizer took; None for the whole."""
+
+    taken: Minibatch | None = None
+
+    def part(self, share: float) -> Minibatch:
+        self.taken = super().part(share)
+        return self.taken
+
+
 class Bench:
     """One method on one workload."""
 
@@ -51,14 +62,15 @@ class Bench:
         self.model: nn.Module = workload.build().to(device)
         settings = Settings(lr=_LR, damping=_DAMPING, update_freq=freq.T, stats_update_freq=freq.T1)
         self.optimizer: Optimizer = METHODS[method].build(self.model, settings)
-        self._batch = minibatch(self.model, self._loss, *workload.data(device))
+        self._batch = _Watched(self.model, self._loss.mean, *workload.data(device), self._loss.sample)
         self._times: dict[str, list[float]] = {}
         self._method = method
-        self._is_kfac = METHODS[method].samples_targets
+        self._is_kfac = METHODS[method].is_kfac
 
     def measure(self, repeats: int, steps: int) -> Costs:
         """Measure parts ``repeats`` times, and then, if ``steps`` > 0, so many whole iterations."""
-        self.optimizer.step(self._batch)  # makes all state
+        self._set_frequencies(1, 1)
+        self.optimizer.step(self._batch)  # makes all state, and shows what it takes for its second pass
         modes = self._modes()
         for repeat in range(repeats + 1):
             for name, run in modes:
@@ -86,8 +98,7 @@ class Bench:
             self.optimizer.step()
 
     def _two_passes(self, name: str, learn_every: int, invert_every: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["curvature_update_freq"], group["inverse_update_freq"] = learn_every, invert_every
+        self._set_frequencies(learn_every, invert_every)
         with self._timed(name, "gradient"), self.optimizer.first_pass():
             self._batch()
         self._second_pass(name)
@@ -106,10 +117,11 @@ class Bench:
             self._pass_alone()
 
     def _pass_alone(self) -> None:
+        batch = self._batch.taken or self._batch
         if self.optimizer.recipe.second_pass.sampled:
-            self._batch.sampled(0)
+            batch.sampled(0)
         else:
-            self._batch()
+            batch()
 
     def _by_part(self, t: dict[str, float]) -> dict[str, float]:
         """Split into the columns of ``table_5``: what a due step takes longer is curvature, but for the pass itself."""
@@ -125,6 +137,13 @@ class Bench:
             inverse = sum(t[f"inverse {part}"] - t[f"due {part}"] for part in ("direction", "second pass"))
             parts["curvature"] += max(0.0, inverse) / self._freq.T
         return parts
+
+    def _set_frequencies(self, learn_every: int, invert_every: int) -> None:
+        """From the first step on, where the method has frequencies."""
+        if not METHODS[self._method].first_order:
+            for group in self.optimizer.param_groups:
+                group["curvature_update_freq"], group["inverse_update_freq"] = learn_every, invert_every
+                group["step"] = 0
 
     @contextmanager
     def _timed(self, name: str, part: str) -> Iterator[None]:
@@ -144,11 +163,8 @@ class Bench:
     # ------------------------------------------------------------------ whole iterations, and memory
 
     def _iterations(self, steps: int) -> float:
-        for group in self.optimizer.param_groups:
-            if "curvature_update_freq" in group:
-                group["curvature_update_freq"] = self._freq.T1 if self._is_kfac else self._freq.T
-                group["inverse_update_freq"] = self._freq.T if self._is_kfac else 1
-                group["step"] = 0
+        freq = self._freq
+        self._set_frequencies(*((freq.T1, freq.T) if self._is_kfac else (freq.T, 1)))
         start = self._now()
         for _ in range(steps):
             self.optimizer.step(self._batch)
@@ -166,6 +182,6 @@ class Bench:
 def _part_of(name: str) -> str:
     if name in _MOMENTUM:
         return "∂W"
-    if name == "exp_avg_sq":
+    if name in _SECOND_MOMENT:
         return "∂W ⊙ ∂W"
     return "A, H_A" if name in _INPUT_SIDE or name.endswith("_A") else "G, H_G"

@@ -10,32 +10,45 @@ from examples.paper import records
 from examples.paper.costs.formulas import STATE_PARTS, TIME_PARTS
 from examples.paper.methods import METHODS
 from examples.paper.page import machine, markdown
+from examples.paper.results import kind_of
 
 
 def is_costs(path: Path) -> bool:
     """Whether a file was written by ``costs``."""
-    lines = records.read(path) if path.is_file() else []
-    return bool(lines) and lines[0].get("kind") == "costs"
+    return path.is_file() and kind_of(path) == "costs"
 
 
 def render_costs(path: Path) -> str:
     """A section of the page."""
     lines = records.read(path)
     blocks = ["## Costs (`table_4`, `table_5`)"]
-    for workload in dict.fromkeys(line["workload"] for line in lines):
+    groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for line in lines:
         # A later line about the same method replaces an earlier one.
-        rows = list({line["method"]: line for line in lines if line["workload"] == workload}.values())
-        blocks += _workload(rows)
+        groups.setdefault(_conditions(line), {})[line["method"]] = line
+    for rows in groups.values():
+        blocks += _workload(list(rows.values()), len({line["environment"]["device"] for line in lines}) > 1)
     blocks += [f"* command: `{command}`" for command in dict.fromkeys(line["command"] for line in lines)]
     environments = dict.fromkeys(json.dumps(line["environment"], sort_keys=True) for line in lines)
     blocks += [f"* {machine(json.loads(environment))}" for environment in environments]
     return "\n\n".join(blocks)
 
 
-def _workload(rows: list[dict[str, Any]]) -> list[str]:
-    first = rows[0]
+def _conditions(line: dict[str, Any]) -> tuple[Any, ...]:
+    """What costs must have in common to be compared."""
+    return line["workload"], line["batch_size"], line["steps"], line["environment"]["device"]
+
+
+def _workload(rows: list[dict[str, Any]], tell_device: bool) -> list[str]:
+    name, batch_size, steps, device = _conditions(rows[0])
+    parts = [
+        name,
+        f"minibatches of {batch_size}",
+        f"{steps} whole iterations" if steps else "",
+        device if tell_device else "",
+    ]
     return [
-        f"### {first['workload']}, minibatches of {first['batch_size']}",
+        f"### {', '.join(filter(None, parts))}",
         "State, MB: measured (the paper's formula, 4 bytes a number)",
         markdown(pd.DataFrame([_state_row(row) for row in rows])),
         "Time of an iteration, ms: measured (the paper's formula, 10⁶ multiplications). "
@@ -60,7 +73,7 @@ def _time_row(row: dict[str, Any]) -> dict[str, str]:
 def _frequency(row: dict[str, Any]) -> str:
     if METHODS[row["method"]].first_order:
         return ""
-    return f"{row['T1']}, {row['T']}" if METHODS[row["method"]].samples_targets else str(row["T"])
+    return f"{row['T1']}, {row['T']}" if METHODS[row["method"]].is_kfac else str(row["T"])
 
 
 def _ratios(rows: list[dict[str, Any]]) -> list[str]:
