@@ -23,11 +23,11 @@ Q = TypeVar("Q")
 
 @dataclass(frozen=True)
 class _Entry(Generic[Q]):
-    """A result, the backward pass that gave it, and the calls in it, each with its last backward pass."""
+    """A result, the backward pass that gave it, and the calls in it."""
 
     backward: int
     result: Q
-    calls: tuple[tuple[int, weakref.ref[Any]], ...]
+    calls: tuple[weakref.ref[Any], ...]
 
 
 def _computes_gradient_of(weight: Tensor) -> bool:
@@ -138,14 +138,13 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         if layer.num_data == 0 or layer.num_locations == 0:  # as in a mixture of experts; nothing to average
             self.saw_empty_batch = True
             return
-        calls = () if old is None else old.calls
-        others = tuple((last, seen) for last, seen in calls if seen() is not None and seen() is not call)
+        calls = () if old is None else tuple(seen for seen in old.calls if seen() is not None)
+        repeated = any(seen() is call for seen in calls)
         if old is None:
             result = self.measure(module, layer)
         else:
-            repeated = any(seen() is call and last != backward for last, seen in calls)
             result = (self.add_gradient if repeated else self.merge)(module, old.result, layer)
-        self._results[module] = _Entry(backward, result, (*others, (backward, weakref.ref(call))))
+        self._results[module] = _Entry(backward, result, calls if repeated else (*calls, weakref.ref(call)))
         if self.mirrored:
             setattr(module.weight, self.savefield, result)
 

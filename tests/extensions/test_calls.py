@@ -14,10 +14,11 @@ from kfqn_ext.extensions import InputGram, KBFGSQuantities, LayerMoments, extend
 from tests.cases import assert_close
 
 F64 = torch.float64
-LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-    "linear": (lambda: nn.Linear(3, 3, dtype=F64), (3,)),
-    "locations": (lambda: nn.Linear(3, 3, dtype=F64), (5, 3)),
-    "convolution": (lambda: nn.Conv1d(2, 2, 3, padding=1, dtype=F64), (2, 6)),
+# With the shapes of a datum in one call and in the next.
+LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(3, 3, dtype=F64), (3,), (3,)),
+    "locations": (lambda: nn.Linear(3, 3, dtype=F64), (5, 3), (8, 3)),
+    "convolution": (lambda: nn.Conv1d(2, 2, 3, padding=1, dtype=F64), (2, 6), (2, 11)),
 }
 
 
@@ -29,25 +30,25 @@ def same(got: LayerMoments, want: LayerMoments) -> None:
     assert_close(got.A @ s, want.A @ s, 1e-12)
 
 
-def losses(output: Tensor, reduction: str) -> list[Tensor]:
-    mean = 1.0 if reduction == "sum" else 1.0 / len(output)
-    return [output.square().sum() * mean, 3.0 * output.sin().sum() * mean]
+def losses(outputs: list[Tensor], reduction: str) -> list[Tensor]:
+    mean = 1.0 if reduction == "sum" else 1.0 / sum(map(len, outputs))
+    return [sum(mean * term(h).sum() for h in outputs) for term in (torch.square, torch.sin)]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("calls", [1, 2, 3])
 @pytest.mark.parametrize("name", LAYERS)
 def test_several_losses_of_several_calls(name: str, calls: int, reduction: str) -> None:
-    """As one loss, their sum; also where calls have batches of different size, or one tensor as their input."""
-    build, shape = LAYERS[name]
+    """As one loss, their sum; also where calls have batches of different shape, or one tensor as their input."""
+    build, shape, other = LAYERS[name]
     layer = extend(build())
     first = torch.randn(4, *shape, dtype=F64)
-    inputs = [first, torch.randn(7, *shape, dtype=F64), first][:calls]
+    inputs = [first, torch.randn(7, *other, dtype=F64), first][:calls]
     found = []
     for apart in (False, True):
         moments, gram = KBFGSQuantities(reduction, accumulate=apart), InputGram(accumulate=apart)
         with backpack(moments, gram):
-            terms = losses(torch.cat([layer(x) for x in inputs]), reduction)
+            terms = losses([layer(x) for x in inputs], reduction)
             for term in terms if apart else [terms[0] + terms[1]]:
                 term.backward(retain_graph=True)
         found.append((moments[layer], gram[layer]))
