@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
+from kfqn_ext._torch import map_leaves, uncompiled
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.geometry import LayerGeometry, geometry_of, is_layer, refusal
 
@@ -81,7 +81,7 @@ class LayerLoss:
         """
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype={dtype} has no derivatives. Use torch.float64, torch.float32 or None.")
-        self.model: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile has no second derivatives
+        self.model = uncompiled(model)  # torch.compile has no second derivatives
         self.loss_fn = loss_fn
         self.name, self.module, self.geometry = find_layer(self.model, layer)
 
@@ -95,7 +95,7 @@ class LayerLoss:
         self._buffers = {name: cast(b).clone() for name, b in self.model.named_buffers()}
         held = [loss_fn.named_parameters(), loss_fn.named_buffers()] if isinstance(loss_fn, nn.Module) else []
         self._loss_tensors = {name: cast(t) for tensors in held for name, t in tensors}
-        self._x, self.y = tree_map(cast, x), tree_map(cast, y)
+        self._x, self.y = map_leaves(cast, x), map_leaves(cast, y)
         parameters: Any = self.module
         self.weight: Tensor = parameters.weight
         bias = None if parameters.bias is None else cast(parameters.bias)
@@ -162,7 +162,7 @@ class LayerLoss:
         tensors[self._path("weight")] = weight
         if bias is not None:
             tensors[self._path("bias")] = bias
-        x = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, self._x)
+        x = map_leaves(lambda t: t.clone() if isinstance(t, Tensor) else t, self._x)
         with torch.random.fork_rng(devices=self._devices), self._casts_named():
             torch.set_rng_state(self._rng[0])
             for device, state in zip(self._devices, self._rng[1], strict=True):
@@ -229,5 +229,4 @@ def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module
 
 def layer_names(model: nn.Module) -> list[str]:
     """Names of all layers that can be measured."""
-    model = getattr(model, "_orig_mod", model)
-    return [name for name, module in model.named_modules() if is_layer(module) and refusal(module) is None]
+    return [name for name, module in uncompiled(model).named_modules() if is_layer(module) and refusal(module) is None]

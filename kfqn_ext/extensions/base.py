@@ -11,8 +11,8 @@ import torch
 from backpack.extensions.backprop_extension import FAIL_SILENT
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
+from kfqn_ext._torch import computes_gradient_of
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.extensions.calls import call_of
 from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling, checked_subsampling, geometry_of, refusal
@@ -28,14 +28,6 @@ class _Entry(Generic[Q]):
     backward: int
     result: Q
     calls: tuple[weakref.ref[Any], ...]
-
-
-def _computes_gradient_of(weight: Tensor) -> bool:
-    """Whether the backward pass that runs computes this gradient, which ``autograd.grad(loss, x)`` does not."""
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
-    except RuntimeError:  # torch says so where autograd.grad returns this very gradient, or a weight needs none
-        return True
 
 
 class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[misc]  # BackPACK has no types
@@ -116,7 +108,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             return None
         weight = cast(Tensor, module.weight)
         named = self._only is not None
-        return geometry if (named or weight.requires_grad) and _computes_gradient_of(weight) else None
+        return geometry if (named or weight.requires_grad) and computes_gradient_of(weight) else None
 
     def __call__(self, module: nn.Module, g_inp: tuple[Any, ...], g_out: tuple[Tensor, ...]) -> None:
         """Measure one layer; BackPACK calls this in the backward pass."""

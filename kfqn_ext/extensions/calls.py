@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import nn
+
+from kfqn_ext._torch import current_backward
 
 CALL = "_kfqn_call"
 
@@ -13,7 +14,7 @@ class Call:
 
     def __init__(self) -> None:
         """Remember the backward pass that the forward pass runs in, as in a reentrant checkpoint; -1 for none."""
-        self.within: int = torch._C._current_graph_task_id()
+        self.within: int = current_backward()
 
 
 def call_of(module: nn.Module) -> tuple[Any, int]:
@@ -22,7 +23,7 @@ def call_of(module: nn.Module) -> tuple[Any, int]:
     Calls inside reentrant checkpoints have backward passes of their own, and count for the one around them.
     """
     call = module.__dict__.get(CALL)
-    backward = torch._C._current_graph_task_id()
+    backward = current_backward()
     if call is None:  # BackPACK's own hooks, which keep the output of each call
         return module.output, backward
     return call, backward if call.within < 0 else call.within

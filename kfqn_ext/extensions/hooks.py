@@ -6,7 +6,7 @@ keeps with the tensor's value at that time. Inside ``with backpack(ext):`` it ma
 ``ext(module, g_inp, g_out)``, so one extension serves models that were extended either way.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from backpack.context import CTX
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from kfqn_ext._torch import base_of, is_batched, is_replica, is_traced, is_transformed, keeps_graph
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.calls import CALL, Call
@@ -27,12 +28,8 @@ _DATA_PARALLEL = (
     "nn.DataParallel runs copies of the layers, which live for one forward pass: what is measured on them is lost. "
     "Use one device, or one process for each device and reduce the quantities among them."
 )
-# Two generations of vmap: is_grads_batched=True still uses the first.
-_BATCHED: list[Any] = [torch._C._parse_dispatch_key(name) for name in ("Batched", "FuncTorchBatched")]
 _ANY = torch.zeros((), requires_grad=True)
 _input_gradients_only: frozenset[nn.Module] = frozenset()  # layers that are to have an output gradient
-# Not in the oldest versions of torch: there, inputs live as long as the graph.
-_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def extend(model: nn.Module) -> nn.Module:
@@ -120,11 +117,11 @@ def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Forward hook: have the active extensions run once the gradient of this output is known."""
     if not (disable.should_store_io() and torch.is_grad_enabled() and isinstance(output, Tensor)):
         return None
-    if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+    if is_transformed() or is_traced():
         return None  # computations that go on, and one that is written down
     if module.__dict__.get("_backpack_extend", False):
         return None  # BackPACK's own hook serves this module
-    if "_is_replica" in module.__dict__:
+    if is_replica(module):
         raise UnsupportedLayerError(_DATA_PARALLEL)
     replaced = module in _input_gradients_only and not output.requires_grad
     if replaced:
@@ -142,28 +139,24 @@ def _may_be_measured(module: nn.Module) -> bool:
 
 
 def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
-    shape, watched = output.shape, output
-    if output._is_view() and output._base is not None and output._base.requires_grad:
+    shape, watched, base = output.shape, output, base_of(output)
+    if base is not None and base.requires_grad:
         # When a view is modified in place, a hook on it never fires; a hook on its base does.
-        if output._base.numel() != output.numel():
+        if base.numel() != output.numel():
             return
-        watched = output._base
+        watched = base
 
     kept, call = [_Kept.apply(x.detach(), _ANY).grad_fn], Call()
 
     def run(g: Tensor) -> None:
         # Gradients are enabled with create_graph=True, and batched with is_grads_batched=True.
-        if CTX.get_active_exts() and not torch.is_grad_enabled() and not _is_batched(g):
+        if CTX.get_active_exts() and not torch.is_grad_enabled() and not is_batched(g):
             _run_extensions(module, call, kept, g.detach().reshape(shape))
-        if not _keeps_graph():
+        if not keeps_graph():
             # Autograd lets its inputs go one by one as the pass proceeds; the hooks live until the graph is dropped.
             kept.clear()
 
     watched.register_hook(run)  # type: ignore[no-untyped-call]
-
-
-def _is_batched(g: Tensor) -> bool:
-    return any(torch._C._dispatch_keys(g).has(key) for key in _BATCHED)
 
 
 def _run_extensions(module: nn.Module, call: Call, kept: list[Any], g: Tensor) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from kfqn_ext._torch import is_attention_projection
+
 
 @dataclass(frozen=True)
 class LayerGeometry(ABC):
@@ -136,7 +138,7 @@ def refusal(module: nn.Module) -> str | None:
     kind = _kind(module)
     if kind is None:
         return f"{type(module).__name__} is not a registered kind of layer"
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    if is_attention_projection(module):
         return "its weight is used by MultiheadAttention without calling the layer"
     if parametrize.is_parametrized(module):
         return "its parameters are parametrized: the weight it multiplies with is not the one that is trained"

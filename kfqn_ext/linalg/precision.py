@@ -14,6 +14,8 @@ import torch
 from torch import backends
 
 _AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+# A switch for each kind of operation came with torch 2.9.
+_ONE_A_KIND = hasattr(backends.cuda.matmul, "fp32_precision")
 
 
 @contextmanager
@@ -53,7 +55,7 @@ def without_autocast() -> Iterator[None]:
 
 def _switches() -> tuple[Any, ...]:
     """What has an attribute ``fp32_precision``: one a device and kind of operation."""
-    if hasattr(torch._C, "_get_fp32_precision_getter"):
+    if _ONE_A_KIND:
         b: Any = backends
         return b.cuda.matmul, b.cudnn.conv, b.mkldnn.matmul, b.mkldnn.conv
     return _Products(), _Convolutions()

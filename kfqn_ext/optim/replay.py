@@ -5,9 +5,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
+from kfqn_ext._torch import is_batch_norm, is_dropout
 from kfqn_ext.extensions import input_gradients_only
 from kfqn_ext.optim.shifts import removes_shifts
 
@@ -97,5 +96,5 @@ def _generator_state(device: int | None) -> Tensor:
 
 def _depends_on_batch(module: nn.Module) -> bool:
     """Whether what a module makes of one datum depends on the rest of the batch."""
-    drops = isinstance(module, _DropoutNd) and module.training and module.p > 0  # the same numbers, other data
-    return drops or (isinstance(module, _BatchNorm) and removes_shifts(module))
+    drops = is_dropout(module) and module.training and module.p > 0  # the same numbers, other data
+    return drops or (is_batch_norm(module) and removes_shifts(module))

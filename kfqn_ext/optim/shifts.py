@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from kfqn_ext._torch import is_batch_or_instance_norm
 from kfqn_ext.extensions import LayerMoments
 from kfqn_ext.linalg.pairs import dot
 
@@ -21,7 +21,7 @@ Normalizers = dict[nn.Module, nn.Module]  # layer ↦ the module that normalizes
 
 def removes_shifts(module: nn.Module) -> bool:
     """Whether a module normalizes with the mean of its own input: batch and instance normalization can."""
-    return isinstance(module, _NormBase) and (module.training or module.running_mean is None)
+    return is_batch_or_instance_norm(module) and (module.training or module.running_mean is None)
 
 
 @contextmanager

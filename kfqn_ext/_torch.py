@@ -1,0 +1,117 @@
+"""What the package relies on of torch that torch does not document, in one place.
+
+Each function says which behaviour it relies on, and ``tests/test_torch.py`` tests that behaviour: a version of torch
+that changes it is noticed there, and met here.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree
+
+# ------------------------------------------------------------------ the backward pass that runs
+
+
+def current_backward() -> int:
+    """Number of the backward pass that runs in this thread, -1 outside of one.
+
+    No two passes have the same. One that is started inside another, as by a reentrant checkpoint, has its own.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs keeps its graph, as with ``retain_graph=True``.
+
+    True in versions of torch that do not tell.
+    """
+    ask: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else ask()
+
+
+def computes_gradient_of(leaf: Tensor) -> bool:
+    """Whether the backward pass that runs computes a leaf's gradient: ``autograd.grad(loss, x)`` does for x alone.
+
+    torch answers for leaves whose gradient is accumulated, and raises a RuntimeError where it is returned instead, or
+    where the tensor needs none. Both count as computed.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:
+        return True
+
+
+# ------------------------------------------------------------------ transformations
+
+
+def is_transformed() -> bool:
+    """Whether the code that runs is being transformed by ``torch.func`` (grad, vmap, jvp, functionalize)."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_traced() -> bool:
+    """Whether ``torch.jit.trace`` is writing down what runs."""
+    return torch._C._is_tracing()
+
+
+def is_batched(t: Tensor) -> bool:
+    """Whether a tensor stands for many, inside ``torch.func.vmap`` or a backward pass with ``is_grads_batched=True``.
+
+    These are two generations of vmap, with a kind of tensor each.
+    """
+    return torch._C._functorch.is_batchedtensor(t) or torch._C._functorch.is_legacy_batchedtensor(t)
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def base_of(t: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, as autograd sees it; None where it is no view.
+
+    An operation in place on a view gives its base another node of the graph, and the view as well.
+    """
+    return t._base if t._is_view() else None
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to whatever is not a tuple, list or dict in nested tuples, lists and dicts."""
+    return _pytree.tree_map(function, tree)
+
+
+# ------------------------------------------------------------------ modules
+
+
+def is_batch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Whether a module is batch normalization of any number of dimensions, synchronized, or derived from it."""
+    return isinstance(module, _BatchNorm)
+
+
+def is_batch_or_instance_norm(module: nn.Module) -> TypeGuard[_NormBase]:
+    """Whether a module is batch or instance normalization: what may have running statistics."""
+    return isinstance(module, _NormBase)
+
+
+def is_dropout(module: nn.Module) -> TypeGuard[_DropoutNd]:
+    """Whether a module is a dropout of any kind, with its probability ``p``."""
+    return isinstance(module, _DropoutNd)
+
+
+def is_attention_projection(module: nn.Module) -> bool:
+    """Whether a module is what ``nn.MultiheadAttention`` keeps the weight of its last product in, and never calls."""
+    return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether a module is one of the copies that ``nn.DataParallel`` makes for a forward pass."""
+    return "_is_replica" in module.__dict__
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` made this one of; itself where it did not."""
+    original: nn.Module = getattr(module, "_orig_mod", module)
+    return original

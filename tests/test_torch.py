@@ -1,0 +1,249 @@
+"""Behaviour of torch that it does not document and the package relies on; and that it does so in one file alone."""
+
+import ast
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import kfqn_ext
+from kfqn_ext import _torch
+
+
+def in_backward(ask: Any) -> tuple[Tensor, Tensor, list[Any]]:
+    """A leaf, a function of it, and what the answers are whenever a backward pass reaches that function."""
+    leaf, answers = torch.ones(3, requires_grad=True), []
+    h = 2 * leaf
+    h.register_hook(lambda g: answers.append(ask(g, leaf)))
+    return leaf, h, answers
+
+
+# ------------------------------------------------------------------ the backward pass that runs
+
+
+def test_each_backward_pass_has_its_number() -> None:
+    _, h, numbers = in_backward(lambda g, leaf: _torch.current_backward())
+    assert _torch.current_backward() == -1
+    (h.sum() + h.sin().sum()).backward(retain_graph=True)
+    h.sum().backward()
+    assert len(set(numbers)) == 2 and min(numbers) >= 0
+    assert _torch.current_backward() == -1
+
+
+def test_a_reentrant_backward_pass_has_its_own_number() -> None:
+    forward, backward = [], []
+
+    def block(x: Tensor) -> Tensor:
+        forward.append(_torch.current_backward())
+        y = x.sin()
+        y.register_hook(lambda g: backward.append(_torch.current_backward())) if y.requires_grad else None
+        return y
+
+    x = torch.ones(3, requires_grad=True)
+    loss = checkpoint(block, x, use_reentrant=True).sum()
+    loss.register_hook(lambda g: backward.append(_torch.current_backward()))
+    loss.backward()
+    outer, inner = backward
+    assert forward == [-1, outer] and inner != outer
+
+
+def test_whether_a_backward_pass_keeps_its_graph() -> None:
+    _, h, kept = in_backward(lambda g, leaf: _torch.keeps_graph())
+    h.sum().backward(retain_graph=True)
+    h.sum().backward()
+    assert kept == [True, False]
+
+
+def test_where_torch_does_not_tell_the_graph_counts_as_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    assert _torch.keeps_graph()
+
+
+def test_which_gradients_a_backward_pass_computes() -> None:
+    leaf, h, answers = in_backward(lambda g, leaf: _torch.computes_gradient_of(leaf))
+    other = torch.ones(3, requires_grad=True)
+    y = (h * other).sum()
+    y.backward(retain_graph=True)
+    y.backward(retain_graph=True, inputs=[leaf])
+    torch.autograd.grad(y, leaf, retain_graph=True)
+    assert answers == [True, True, True]
+    del answers[:]
+    x = torch.ones(3, requires_grad=True)
+    z = leaf * x
+    z.register_hook(lambda g: answers.append(_torch.computes_gradient_of(leaf)))
+    torch.autograd.grad(z.sum(), x)
+    assert answers == [False]
+
+
+def test_a_tensor_without_gradient_counts_as_computed() -> None:
+    _, h, answers = in_backward(lambda g, leaf: _torch.computes_gradient_of(torch.ones(2)))
+    h.sum().backward()
+    assert answers == [True]
+
+
+# ------------------------------------------------------------------ transformations
+
+
+def test_transforms_are_seen_from_inside() -> None:
+    seen = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(_torch.is_transformed())
+        return x.square().sum()
+
+    x = torch.ones(2, 3)
+    f(x), torch.func.grad(f)(x), torch.func.vmap(f)(x), torch.func.jvp(f, (x,), (x,))
+    assert seen == [False, True, True, True] and not _torch.is_transformed()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_tracing_is_seen_from_inside() -> None:
+    seen = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(_torch.is_traced())
+        return 2 * x
+
+    f(torch.ones(2)), torch.jit.trace(f, torch.ones(2), check_trace=False)
+    assert seen == [False, True] and not _torch.is_traced()
+
+
+def test_batches_of_gradients_are_seen_from_inside() -> None:
+    leaf, h, seen = in_backward(lambda g, leaf: _torch.is_batched(g))
+    torch.autograd.grad(h, leaf, torch.ones(3), retain_graph=True)
+    torch.autograd.grad(h, leaf, torch.eye(3), is_grads_batched=True, retain_graph=True)
+    torch.func.vmap(lambda v: torch.autograd.grad(h, leaf, v, retain_graph=True)[0])(torch.eye(3))
+    assert seen == [False, True, True]
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def test_the_base_of_a_view() -> None:
+    x = torch.ones(2, 3)
+    assert _torch.base_of(x) is None
+    assert _torch.base_of(x[0]) is x and _torch.base_of(x[0].view(3, 1)) is x
+    assert _torch.base_of(x.clone()[0].clone()) is None
+
+
+def test_in_place_operations_reach_hooks_on_the_base() -> None:
+    """For which the base is watched: a hook on a view that is modified in place never fires."""
+    fired = []
+    base = torch.ones(2, 3, requires_grad=True) * 2
+    view = base.view(6)
+    view.register_hook(lambda g: fired.append("view"))
+    base.register_hook(lambda g: fired.append("base"))
+    view.mul_(3)
+    view.sum().backward()
+    assert fired == ["base"]
+
+
+def test_leaves_of_nested_containers() -> None:
+    tree = {"a": (1, [2, None]), "b": 3}
+    assert _torch.map_leaves(lambda leaf: (leaf,), tree) == {"a": ((1,), [(2,), (None,)]), "b": (3,)}
+
+
+# ------------------------------------------------------------------ modules
+
+BATCH_NORMS = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm1d()]
+INSTANCE_NORMS = [nn.InstanceNorm1d(2), nn.InstanceNorm2d(2), nn.InstanceNorm3d(2)]
+DROPOUTS = [nn.Dropout(), nn.Dropout1d(), nn.Dropout2d(), nn.Dropout3d(), nn.AlphaDropout(), nn.FeatureAlphaDropout()]
+OTHERS = [nn.Linear(2, 2), nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.RMSNorm(2)]
+
+
+def test_kinds_of_modules() -> None:
+    modules = [*BATCH_NORMS, *INSTANCE_NORMS, *DROPOUTS, *OTHERS]
+    assert [m for m in modules if _torch.is_batch_norm(m)] == BATCH_NORMS
+    assert [m for m in modules if _torch.is_batch_or_instance_norm(m)] == BATCH_NORMS + INSTANCE_NORMS
+    assert [m for m in modules if _torch.is_dropout(m)] == DROPOUTS
+    assert all(hasattr(m, "running_mean") for m in BATCH_NORMS + INSTANCE_NORMS) and all(m.p == 0.5 for m in DROPOUTS)
+
+
+def test_the_projection_that_attention_does_not_call() -> None:
+    attention, called = nn.MultiheadAttention(4, 2), []
+    found = [m for m in attention.modules() if _torch.is_attention_projection(m)]
+    assert found == [attention.out_proj] and not _torch.is_attention_projection(nn.Linear(4, 4))
+    attention.out_proj.register_forward_hook(lambda *_: called.append(1))
+    x = torch.rand(3, 2, 4)
+    attention(x, x, x)
+    assert not called
+
+
+def test_replicas_are_known_by_a_mark() -> None:
+    """``replicate`` itself wants GPUs; what makes each of its copies does not."""
+    layer = nn.Linear(2, 2)
+    assert _torch.is_replica(layer._replicate_for_data_parallel())
+    assert not _torch.is_replica(layer) and not _torch.is_replica(copy.deepcopy(layer))
+
+
+def test_what_a_compiled_module_was_made_of() -> None:
+    layer = nn.Linear(2, 2)
+    assert _torch.uncompiled(torch.compile(layer, backend="eager")) is layer and _torch.uncompiled(layer) is layer
+
+
+# ------------------------------------------------------------------ one file alone
+
+# Names that torch does not document although they do not begin with an underscore, or that are attributes.
+ATTRIBUTES = {"_base", "_is_view", "_orig_mod", "_is_replica", "NonDynamicallyQuantizableLinear"}
+
+
+def is_private(name: str) -> bool:
+    # torch documents its _foreach_ functions.
+    return name.startswith("_") and not name.startswith("_foreach_")
+
+
+def undocumented(tree: ast.AST) -> Iterator[str]:
+    """Private names of torch that a file imports, or reaches through a chain of attributes."""
+    roots = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("torch") and "._" in a.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(a.name for a in node.names)]
+            roots |= {a.asname or a.name for a in node.names}
+            yield from filter(is_private, names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            chain, root = [node.attr], node.value
+            while isinstance(root, ast.Attribute):
+                chain, root = [*chain, root.attr], root.value
+            if isinstance(root, ast.Name) and root.id in roots:
+                yield from filter(is_private, chain)
+            yield from ATTRIBUTES.intersection(chain)
+        elif isinstance(node, ast.Constant) and node.value in ATTRIBUTES:
+            yield node.value
+
+
+FILES = sorted(Path(kfqn_ext.__file__).parent.rglob("*.py"))
+
+
+def test_private_names_of_torch_are_used_in_one_file_alone() -> None:
+    found = {path.name: sorted(set(undocumented(ast.parse(path.read_text(encoding="utf-8"))))) for path in FILES}
+    assert [name for name, names in found.items() if names] == ["_torch.py"]
+    assert len(found["_torch.py"]) > 10
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "from torch.nn.modules.batchnorm import _NormBase",
+        "from torch.utils._pytree import tree_map",
+        "from torch import nn as n\nn.modules.x._y",
+        "import torch\ntorch._C._f()",
+        "h._base",
+        "getattr(model, '_orig_mod')",
+    ],
+)
+def test_the_search_finds(source: str) -> None:
+    assert list(undocumented(ast.parse(source)))
+
+
+def test_the_search_passes_over_what_is_documented() -> None:
+    source = "import torch\nfrom torch import nn\ntorch._foreach_add_(a, b)\nself._x\nmodule._parameters\nnn.Linear"
+    assert not list(undocumented(ast.parse(source)))
