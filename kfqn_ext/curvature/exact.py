@@ -175,13 +175,13 @@ def form(
     unit = torch.zeros_like(W)
     # The unit matrices in the order of the rows they give: position k of `index` is where in W the k-th row's 1 is.
     places = torch.arange(flat, device=W.device).reshape(W.shape)
-    index = vec(places) if order == "paper" else torch_vec(problem.geometry, places)
+    index = vec(places) if order == "paper" else torch_vec(problem.geometry, places, problem.weight.shape)
     for k, place in enumerate(tqdm(index.flatten().tolist(), desc=problem.name, disable=not progress, leave=False)):
         unit.view(-1)[place] = 1
         row = curvature.full(unit)
         unit.view(-1)[place] = 0
         if order == "torch":
-            matrix[k] = torch_vec(problem.geometry, row)
+            matrix[k] = torch_vec(problem.geometry, row, problem.weight.shape)
         elif problem.geometry.blocks:
             matrix[k // p, k % p] = vec(row)[k // p]
         else:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from kfqn_ext._torch import map_leaves, uncompiled
 from kfqn_ext.errors import UnsupportedLayerError
-from kfqn_ext.geometry import LayerGeometry, geometry_of, is_layer, refusal
+from kfqn_ext.geometry import LayerGeometry, geometry_of, is_layer, layer_input, refusal
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -122,7 +122,7 @@ class LayerLoss:
         shifts: list[Tensor] = []
 
         def shift(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            x: Tensor = args[0] if args else kwargs["input"]
+            x = layer_input(args, kwargs)
             if x.requires_grad:
                 raise ValueError(
                     f"Layer {self.name} is called again on what depends on its own output, so that its patches are "

@@ -1,5 +1,7 @@
 """The paper's order of a layer's parameters, and torch's."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, cat
 
 from kfqn_ext.geometry import LayerGeometry
@@ -17,10 +19,10 @@ def unvec(v: Tensor, d_out: int) -> Tensor:
     return v.reshape(*v.shape[:-1], -1, d_out).mT
 
 
-def torch_vec(geometry: LayerGeometry, W: Tensor) -> Tensor:
+def torch_vec(geometry: LayerGeometry, W: Tensor, weight_shape: Sequence[int]) -> Tensor:
     """Parameters as torch holds them: ``weight.flatten()``, then ``bias``. [*B, d_out, d_in] → [all]."""
-    inner = geometry.d_in - geometry.has_bias
-    return cat([W[..., :inner].flatten(), W[..., inner:].flatten()])
+    weight, bias = geometry.columns(W.contiguous(), weight_shape)
+    return weight.flatten() if bias is None else cat([weight.flatten(), bias])
 
 
 def check_order(order: str) -> None:

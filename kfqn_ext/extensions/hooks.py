@@ -20,7 +20,7 @@ from kfqn_ext._torch import base_of, is_batched, is_replica, is_traced, is_trans
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.calls import CALL, Call
-from kfqn_ext.geometry import is_layer
+from kfqn_ext.geometry import is_layer, layer_input
 from kfqn_ext.linalg.precision import without_autocast
 
 _HANDLE = "_kfqn_hook"
@@ -127,7 +127,7 @@ def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if replaced:
         output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
     if output.requires_grad and _may_be_measured(module):
-        _register(module, args[0] if args else kwargs.get("input", next(iter(kwargs.values()))), output)
+        _register(module, layer_input(args, kwargs), output)
     return output if replaced else None
 
 

@@ -2,7 +2,7 @@
 
 from kfqn_ext.geometry.base import LayerGeometry, geometry_of, is_layer, refusal, register
 from kfqn_ext.geometry.conv import ConvGeometry
-from kfqn_ext.geometry.layer_pass import LayerPass, Subsampling, checked_subsampling, part_size
+from kfqn_ext.geometry.layer_pass import LayerPass, Subsampling, checked_subsampling, layer_input, part_size
 from kfqn_ext.geometry.linear import LinearGeometry
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "checked_subsampling",
     "geometry_of",
     "is_layer",
+    "layer_input",
     "part_size",
     "refusal",
     "register",

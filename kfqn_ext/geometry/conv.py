@@ -75,7 +75,7 @@ class ConvGeometry(LayerGeometry):
     @property
     def _per_group(self) -> int:
         """J: input channels of one group."""
-        return (self.d_in - self.has_bias) // torch.Size(self.kernel_size).numel()
+        return self.inner // torch.Size(self.kernel_size).numel()
 
     def as_batch(self, x: Tensor) -> Tensor:  # noqa: D102
         return x if x.ndim > self.dims + 1 else x.unsqueeze(0)
@@ -122,7 +122,7 @@ class ConvGeometry(LayerGeometry):
         return self._block_view(a_bar)
 
     def gram_product(self, x: Tensor, s: Tensor) -> Tensor:  # noqa: D102
-        num_data, inner = x.shape[0], self.d_in - self.has_bias
+        num_data, inner = x.shape[0], self.inner
         x, padding = self._prepare(x)
         s = s.reshape(self.groups, self.d_in, -1)
         constant = s[:, inner] if self.has_bias else torch.zeros_like(s[:, 0])
@@ -159,12 +159,11 @@ class ConvGeometry(LayerGeometry):
         return rearrange(sums, "(g k) d -> g d k", k=k), u.sum((0, *range(2, u.ndim))).reshape(-1, k)
 
     def gram(self, x: Tensor) -> Tensor:  # noqa: D102
-        num_data, inner = x.shape[0], self.d_in - self.has_bias
+        num_data, inner = x.shape[0], self.inner
         padded, padding = self._prepare(x)
         num_locations = torch.Size(self._locations(padded, padding)).numel()
         if num_data * num_locations * self.groups * self.d_in <= _FEW_NUMBERS:
-            a = rearrange(self.patches(x), "n t ... d -> ... (n t) d")
-            return (a.mT @ a).div_(num_data)
+            return super().gram(x)
         A = x.new_empty(self.groups, self.d_in, self.d_in)
         block = A[:, :inner, :inner]
         if self._correlations_pay():

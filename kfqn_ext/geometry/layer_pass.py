@@ -95,6 +95,12 @@ class LayerPass:
         )
 
 
+def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The input that a layer was called with: its first argument, by position or by whatever name."""
+    x: Tensor = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
+    return x
+
+
 def part_size(total: int, share: float) -> int:
     """How many data a share of a batch has, rounded up."""
     return math.ceil(round(total * share, 9))  # 100 · 0.07 is 7.000000000000001

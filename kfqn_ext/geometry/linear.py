@@ -8,11 +8,6 @@ from torch import Tensor, nn
 from kfqn_ext.geometry.base import LayerGeometry, register
 
 
-def _by_location(x: Tensor) -> Tensor:
-    """[N, ..., d] → [N, T, d]."""
-    return x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2)
-
-
 class LinearGeometry(LayerGeometry):
     """``nn.Linear`` on inputs [N, ..., d]."""
 
@@ -25,9 +20,6 @@ class LinearGeometry(LayerGeometry):
 
     def as_batch(self, x: Tensor) -> Tensor:  # noqa: D102
         return x if x.ndim > 1 else x.unsqueeze(0)
-
-    def num_locations(self, g: Tensor) -> int:  # noqa: D102
-        return _by_location(g).shape[1]
 
     def mean_patch(self, x: Tensor) -> Tensor:  # noqa: D102
         mean = x.flatten(0, -2).mean(0)
@@ -43,29 +35,19 @@ class LinearGeometry(LayerGeometry):
     def gram(self, x: Tensor) -> Tensor:  # noqa: D102
         rows = x.flatten(0, -2)
         A = rows.new_empty(self.d_in, self.d_in)
-        inner = self.d_in - self.has_bias
+        inner = self.inner
         A[:inner, :inner] = rows.T @ rows
         if self.has_bias:
             A[inner, :inner] = A[:inner, inner] = rows.sum(0)
             A[inner, inner] = rows.shape[0]
         return A.div_(x.shape[0])
 
-    def sum_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
-        return g.flatten(0, -2).sum(0)
-
-    def bound_sum_abs(self, g: Tensor) -> Tensor:  # noqa: D102
-        return g.flatten(0, -2).abs().sum(0)
-
-    def gram_outputs(self, g: Tensor) -> Tensor:  # noqa: D102
-        rows = g.flatten(0, -2)
-        return rows.T @ rows
-
     def patches(self, x: Tensor) -> Tensor:  # noqa: D102
-        x = _by_location(x)
-        return torch.cat((x, x.new_ones(*x.shape[:2], 1)), dim=-1) if self.has_bias else x
+        a = self.outputs(x)
+        return torch.cat((a, a.new_ones(*a.shape[:2], 1)), dim=-1) if self.has_bias else a
 
     def outputs(self, g: Tensor) -> Tensor:  # noqa: D102
-        return _by_location(g)
+        return g.unsqueeze(1).flatten(1, -2)
 
 
 register(nn.Linear, LinearGeometry.of)

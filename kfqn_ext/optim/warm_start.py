@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfqn_ext.extensions import Gram, input_gradients_only
+from kfqn_ext.geometry import layer_input
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim import blocks
 from kfqn_ext.optim.measure import Measurement
@@ -103,7 +104,7 @@ def _inputs(layers: Sequence[Layer], run: Callable[[Any], Any], batch: Any) -> d
 
     def watch(layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         geometry = layer.geometry
-        x = geometry.as_batch(args[0] if args else kwargs["input"])
+        x = geometry.as_batch(layer_input(args, kwargs))
         if x.shape[0] == 0:
             return
         x = x.to(torch.promote_types(layer.weight.dtype, torch.float32))
