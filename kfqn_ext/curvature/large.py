@@ -34,7 +34,7 @@ from kfqn_ext.curvature.problem import LayerLoss, LossFn
 from kfqn_ext.curvature.products import HessianProduct, OutputHessian
 from kfqn_ext.curvature.report import FLOOR, GRADIENT, HELD, CurvatureReport, LayerReport, Row
 from kfqn_ext.curvature.rungs import Facts, Held
-from kfqn_ext.linalg import kronecker_product
+from kfqn_ext.linalg import kronecker_matmul
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class OperatorRung:
         """(M + λI)⁻¹ g, or H_G g H_A: [*B, d_out, d_in]; and whether it is solved to the method's accuracy."""
         if self.held is not None:
             H_A, H_G = (H.reshape(*gradient.shape[:-2], *H.shape[-2:]) for H in (self.held.H_A, self.held.H_G))
-            return kronecker_product(H_G, gradient, H_A), True
+            return kronecker_matmul(H_G, gradient, H_A), True
         return self.operator.solve(damping - self.damping, gradient)
 
 

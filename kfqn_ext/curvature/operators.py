@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kfqn_ext.curvature.krylov import extreme_eigenvalues, solve
 from kfqn_ext.curvature.products import Product
-from kfqn_ext.linalg import kronecker_product
+from kfqn_ext.linalg import kronecker_matmul
 
 
 class Operator:
@@ -61,7 +61,7 @@ class KroneckerOperator(Operator):
         self._eigen: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __call__(self, V: Tensor) -> Tensor:  # noqa: D102
-        return kronecker_product(self.G, V, self.A)
+        return kronecker_matmul(self.G, V, self.A)
 
     def _decomposition(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._eigen is None:

@@ -14,7 +14,7 @@ from kfqn_ext.curvature.products import OutputHessian
 from kfqn_ext.curvature.report import HELD
 from kfqn_ext.curvature.sums import KroneckerSums, one_product_per_datum, uncorrelated_locations
 from kfqn_ext.curvature.vec import unvec, vec
-from kfqn_ext.linalg import kronecker_product
+from kfqn_ext.linalg import kronecker_matmul
 from kfqn_ext.linalg.nearest import kron
 
 Extra = Callable[[str], Mapping[str, Tensor | tuple[Tensor, Tensor]]]
@@ -52,7 +52,7 @@ class Rung:
         if self.held is None:
             return damped_solve(self.matrix, damping - self.damping, gradient)
         H_A, H_G = self.held.H_A, self.held.H_G
-        return vec(kronecker_product(H_G, unvec(gradient, H_G.shape[-1]), H_A))
+        return vec(kronecker_matmul(H_G, unvec(gradient, H_G.shape[-1]), H_A))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def kronecker_product(H_G: Tensor, M: Tensor, H_A: Tensor) -> Tensor:
+def kronecker_matmul(H_G: Tensor, M: Tensor, H_A: Tensor) -> Tensor:
     """Apply H_A ⊗ H_G to a matrix in column-stacked form: ``H_G M H_A``, ``eq_18``.
 
     Args:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfqn_ext.linalg import damped_inverse, kronecker, kronecker_product
+from kfqn_ext.linalg import damped_inverse, kronecker, kronecker_matmul
 from tests import reference as ref
 from tests.cases import FEW_EXAMPLES, assert_close
 
@@ -18,11 +18,11 @@ def host_would_wait(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kronecker, "_host_would_wait", lambda A: request.param)
 
 
-def test_kronecker_product_is_the_dense_one() -> None:
+def test_kronecker_matmul_is_the_dense_one() -> None:
     """``(H_A ⊗ H_G) vec(M) = vec(H_G M H_A)`` with vec stacking columns, per block."""
     H_G, M, H_A = torch.randn(3, 4, 4, dtype=F64), torch.randn(3, 4, 5, dtype=F64), torch.randn(3, 5, 5, dtype=F64)
     H_A = H_A + H_A.mT
-    got = kronecker_product(H_G, M, H_A)
+    got = kronecker_matmul(H_G, M, H_A)
     for b in range(3):
         want = torch.kron(H_A[b].contiguous(), H_G[b].contiguous()) @ M[b].T.reshape(-1)
         assert_close(got[b].T.reshape(-1), want, 1e-14)
