@@ -5,6 +5,7 @@ from kfqn_ext.extensions.gram import Gram, InputGram
 from kfqn_ext.extensions.hooks import extend, input_gradients_only, unextend
 from kfqn_ext.extensions.kbfgs import GramOperator, KBFGSQuantities, LayerMoments, ShiftInvariantQuantities
 from kfqn_ext.extensions.kfac import KFACFactors, KroneckerFactors
+from kfqn_ext.extensions.pooling import averaged, pooled
 from kfqn_ext.extensions.power import FactorPower, Power
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "LayerMoments",
     "Power",
     "ShiftInvariantQuantities",
+    "averaged",
     "extend",
     "input_gradients_only",
+    "pooled",
     "unextend",
 ]

@@ -4,7 +4,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kfqn_ext._torch import computes_gradient_of
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.extensions.calls import call_of
+from kfqn_ext.extensions.pooling import pooled, shares
 from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling, checked_subsampling, geometry_of, refusal
 from kfqn_ext.linalg import full_precision
 
@@ -39,6 +40,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     weight needs no gradient, unless ``modules`` names them.
     """
 
+    savefield: ClassVar[str]
+    """Attribute of the weight that mirrors the result."""
     mirrored = True
     """Whether results are set on the weights; turned off where nobody is to keep them alive."""
     loss_scale: float | None = None
@@ -46,7 +49,6 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     def __init__(
         self,
-        savefield: str,
         reduction: str = "mean",
         subsampling: Subsampling = None,
         accumulate: bool = False,
@@ -55,7 +57,6 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         """Set up an extension.
 
         Args:
-            savefield: Attribute of the weight that mirrors the result.
             reduction: "mean" or "sum": what the loss does over the data of a batch. The gradient that reaches a
                 layer carries no trace of it, and quantities are per datum.
             subsampling: Which data of each batch to measure: indices, a share in (0.0, 1.0] (its first data, rounded
@@ -67,11 +68,10 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         Raises:
             ValueError: If ``reduction`` is neither "mean" nor "sum", or ``subsampling`` none of the above.
         """
-        if reduction not in ("mean", "sum"):
-            raise ValueError(
-                f"reduction={reduction!r}: say what the loss does over the data of a batch, 'mean' or 'sum'."
-            )
-        super().__init__(savefield, module_exts={}, fail_mode=FAIL_SILENT, subsampling=checked_subsampling(subsampling))
+        shares(reduction)  # raises on a wrong one
+        super().__init__(
+            self.savefield, module_exts={}, fail_mode=FAIL_SILENT, subsampling=checked_subsampling(subsampling)
+        )
         self.reduction = reduction
         self.accumulate = accumulate
         self._only = None if modules is None else WeakSet(modules)
@@ -83,9 +83,17 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     def measure(self, module: nn.Module, layer: LayerPass) -> Q:
         """Compute the quantity from one call of a layer."""
 
-    @abstractmethod
+    def measure_more(self, module: nn.Module, old: Q, layer: LayerPass) -> Q:
+        """Compute the quantity from another call of a layer, to be merged with what earlier calls gave."""
+        return self.measure(module, layer)
+
     def merge(self, module: nn.Module, old: Q, layer: LayerPass) -> Q:
-        """Extend a quantity by another call of the same layer: the result of one call on both batches."""
+        """Extend a quantity by another call of the same layer: the result of one call on both batches.
+
+        Raises:
+            TypeError: If a field of the quantity does not say how it is pooled (:mod:`kfqn_ext.extensions.pooling`).
+        """
+        return pooled((old, self.measure_more(module, old, layer)), self.reduction)
 
     def add_gradient(self, module: nn.Module, old: Q, layer: LayerPass) -> Q:
         """Extend a quantity by another backward pass through a call that it has: of the next of several losses.

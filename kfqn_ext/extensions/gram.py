@@ -1,12 +1,13 @@
 """The Gram matrix A of a layer's input patches, formed explicitly."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
-from kfqn_ext.geometry import LayerPass, Subsampling
+from kfqn_ext.extensions.pooling import DATA, over
+from kfqn_ext.geometry import LayerPass
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Gram:
         num_locations: |T|; an average where calls of one layer had different numbers.
     """
 
-    A: Tensor
+    A: Annotated[Tensor, over(DATA, in_place=True)]
     num_data: int
     num_locations: float
 
@@ -28,27 +29,13 @@ class InputGram(LayerExtension[Gram]):
     """A = E_n[Σ_t a_t a_tᵀ] of each layer, ``eq_8``: a mean over data of sums over locations.
 
     The result is ``weight.input_gram`` and ``ext[module]``. Costs d_in² numbers and N |T| d_in² multiplications;
-    :class:`KBFGSQuantities` has products with A for much less.
+    :class:`KBFGSQuantities` has products with A for much less. It does not matter what ``reduction`` says.
     """
 
-    def __init__(
-        self,
-        subsampling: Subsampling = None,
-        accumulate: bool = False,
-        modules: Iterable[nn.Module] | None = None,
-    ) -> None:
-        """Set up the extension; the arguments are those of :class:`LayerExtension`."""
-        super().__init__("input_gram", subsampling=subsampling, accumulate=accumulate, modules=modules)
+    savefield = "input_gram"
 
     def measure(self, module: nn.Module, layer: LayerPass) -> Gram:  # noqa: D102
         return Gram(layer.geometry.gram(layer.x), layer.num_data, layer.num_locations)
 
     def add_gradient(self, module: nn.Module, old: Gram, layer: LayerPass) -> Gram:  # noqa: D102
         return old
-
-    def merge(self, module: nn.Module, old: Gram, layer: LayerPass) -> Gram:  # noqa: D102
-        total = old.num_data + layer.num_data
-        share = layer.num_data / total
-        # In place: A is the large matrix here, and the old result is not to be used any more.
-        A = old.A.lerp_(layer.geometry.gram(layer.x), share)
-        return Gram(A, total, old.num_locations + share * (layer.num_locations - old.num_locations))

@@ -1,14 +1,17 @@
 """The quantities of K-BFGS: means of a layer's patches, outputs and output gradients, and products with A."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.extensions.base import LayerExtension
+from kfqn_ext.extensions.pooling import DATA, GRADIENTS, LOCATIONS, combined, over, shares
 from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling
 from kfqn_ext.linalg import full_precision
 
@@ -31,6 +34,11 @@ class GramOperator:
 
     geometry: LayerGeometry
     inputs: tuple[Tensor, ...]
+
+    @classmethod
+    def joined(cls, parts: Sequence["GramOperator"]) -> "GramOperator":
+        """A of the batches of all parts together, of one layer."""
+        return cls(parts[0].geometry, tuple(x for part in parts for x in part.inputs))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,15 +95,15 @@ class LayerMoments:
         A_s: A s, [*B, d_in], or None.
     """
 
-    a_bar: Tensor
-    h_bar: Tensor
-    dh_bar: Tensor
-    dh_noise: Tensor
+    a_bar: Annotated[Tensor, over(LOCATIONS)]
+    h_bar: Annotated[Tensor, over(LOCATIONS)]
+    dh_bar: Annotated[Tensor, over(GRADIENTS)]
+    dh_noise: Annotated[Tensor, over(GRADIENTS)]
     num_data: int
     num_locations: float
-    operator: GramOperator | None = None
-    s: Tensor | None = None
-    A_s: Tensor | None = None
+    operator: Annotated[GramOperator | None, combined(GramOperator.joined)] = None
+    s: Annotated[Tensor | None, combined(itemgetter(0))] = None
+    A_s: Annotated[Tensor | None, over(DATA)] = None
 
     @property
     def A(self) -> GramOperator:
@@ -133,6 +141,8 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
         torch.Size([10])
     """
 
+    savefield = "kbfgs"
+
     def __init__(
         self,
         reduction: str = "mean",
@@ -153,7 +163,7 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
             accumulate: Merge over backward passes (micro-batches) too, until ``clear()``.
             modules: Measure these layers only, whether or not their weight needs a gradient.
         """
-        super().__init__("kbfgs", reduction, subsampling, accumulate, modules)
+        super().__init__(reduction, subsampling, accumulate, modules)
         self.probe = probe
 
     def measure(self, module: nn.Module, layer: LayerPass) -> LayerMoments:  # noqa: D102
@@ -161,33 +171,11 @@ class KBFGSQuantities(LayerExtension[LayerMoments]):
         return self._moments(layer, a_bar, None if self.probe is None else self.probe(module, a_bar))
 
     def add_gradient(self, module: nn.Module, old: LayerMoments, layer: LayerPass) -> LayerMoments:  # noqa: D102
-        new = self._moments(layer, old.a_bar, None)
-        share = new.num_locations / old.num_locations
-        if self.reduction == "sum":
-            share *= new.num_data / old.num_data
+        new, share = self._moments(layer, old.a_bar, None), shares(self.reduction)[GRADIENTS](layer, old)
         return replace(old, dh_bar=old.dh_bar + share * new.dh_bar, dh_noise=old.dh_noise + share * new.dh_noise)
 
-    def merge(self, module: nn.Module, old: LayerMoments, layer: LayerPass) -> LayerMoments:  # noqa: D102
-        new = self._moments(layer, layer.geometry.mean_patch(layer.x), old.s)
-        data = old.num_data + new.num_data
-        old_T, new_T = (q.num_data * q.num_locations for q in (old, new))
-        locations = (old_T + new_T) / data
-        by_data, by_location = new.num_data / data, new_T / (old_T + new_T)
-        # Σ over data and locations of what autograd gave adds up; `dh` is its mean for the whole batch's scaling.
-        shares = (1.0, 1.0) if self.reduction == "mean" else (old.num_data / data, new.num_data / data)
-        grad = [share * q.num_locations for share, q in zip(shares, (old, new), strict=True)]
-        operators = [q.operator for q in (old, new) if q.operator is not None]
-        return LayerMoments(
-            a_bar=old.a_bar.lerp(new.a_bar, by_location),
-            h_bar=old.h_bar.lerp(new.h_bar, by_location),
-            dh_bar=(grad[0] * old.dh_bar + grad[1] * new.dh_bar) / locations,
-            dh_noise=(grad[0] * old.dh_noise + grad[1] * new.dh_noise) / locations,
-            num_data=data,
-            num_locations=int(locations) if locations == int(locations) else locations,
-            operator=GramOperator(layer.geometry, sum((A.inputs for A in operators), ())) if operators else None,
-            s=old.s,
-            A_s=None if old.A_s is None or new.A_s is None else old.A_s.lerp(new.A_s, by_data),
-        )
+    def measure_more(self, module: nn.Module, old: LayerMoments, layer: LayerPass) -> LayerMoments:  # noqa: D102
+        return self._moments(layer, layer.geometry.mean_patch(layer.x), old.s)
 
     def _moments(self, layer: LayerPass, a_bar: Tensor, s: Tensor | None) -> LayerMoments:
         geometry = layer.geometry

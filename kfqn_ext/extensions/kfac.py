@@ -1,42 +1,13 @@
 """The two factors of KFAC."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated
 
 from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
-from kfqn_ext.geometry import LayerPass, Subsampling
-
-
-class _Counted(Protocol):
-    """A result that knows how much it averages."""
-
-    @property
-    def num_data(self) -> int: ...
-
-    @property
-    def num_locations(self) -> float: ...
-
-
-def merge_second_moments(reduction: str, old: _Counted, new: _Counted) -> tuple[int, float, tuple[float, float]]:
-    """Weights that merge two calls to the second moments of one call on both batches.
-
-    With a mean loss, autograd's gradients are those of a share of the whole batch's loss, so that the gradient of one
-    datum's loss is the whole batch's N times them, not the call's own.
-
-    Returns:
-        The whole N, the new call's share of it, and the weights of the old and new mean of ∂h_t ∂h_tᵀ.
-    """
-    total = old.num_data + new.num_data
-    share = new.num_data / total
-    locations = old.num_locations + share * (new.num_locations - old.num_locations)
-    weights = []
-    for q in (old, new):
-        scale = total / q.num_data if reduction == "mean" else 1.0
-        weights.append(scale**2 * q.num_data * q.num_locations / (total * locations))
-    return total, share, (weights[0], weights[1])
+from kfqn_ext.extensions.pooling import DATA, SQUARES, over
+from kfqn_ext.geometry import LayerPass
 
 
 @dataclass(frozen=True)
@@ -50,8 +21,8 @@ class KroneckerFactors:
         num_locations: |T|; an average where calls of one layer had different numbers.
     """
 
-    Omega: Tensor
-    Gamma: Tensor
+    Omega: Annotated[Tensor, over(DATA, in_place=True)]
+    Gamma: Annotated[Tensor, over(SQUARES, in_place=True)]
     num_data: int
     num_locations: float
 
@@ -68,27 +39,9 @@ class KFACFactors(LayerExtension[KroneckerFactors]):
         keeps the products of different locations. curvlinops' KFAC with ``kfac_approx="expand"`` has Ω / |T| and |T| Γ.
     """
 
-    def __init__(
-        self,
-        reduction: str = "mean",
-        subsampling: Subsampling = None,
-        accumulate: bool = False,
-        modules: Iterable[nn.Module] | None = None,
-    ) -> None:
-        """Set up the extension; the arguments are those of :class:`LayerExtension`."""
-        super().__init__("kfac_factors", reduction, subsampling, accumulate, modules)
+    savefield = "kfac_factors"
 
     def measure(self, module: nn.Module, layer: LayerPass) -> KroneckerFactors:  # noqa: D102
         mean = layer.grad_scale**2 / (layer.num_data * layer.num_locations)
         Gamma = layer.geometry.gram_outputs(layer.g).mul_(mean)
         return KroneckerFactors(layer.geometry.gram(layer.x), Gamma, layer.num_data, layer.num_locations)
-
-    def merge(self, module: nn.Module, old: KroneckerFactors, layer: LayerPass) -> KroneckerFactors:  # noqa: D102
-        new = self.measure(module, layer)
-        total, share, weights = merge_second_moments(self.reduction, old, new)
-        return KroneckerFactors(
-            Omega=old.Omega.lerp_(new.Omega, share),
-            Gamma=old.Gamma.mul_(weights[0]).add_(new.Gamma, alpha=weights[1]),
-            num_data=total,
-            num_locations=old.num_locations + share * (new.num_locations - old.num_locations),
-        )

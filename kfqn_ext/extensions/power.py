@@ -1,13 +1,13 @@
 """Traces of a layer's two factors, for splits of the damping that look at their sizes."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
-from kfqn_ext.extensions.kfac import merge_second_moments
+from kfqn_ext.extensions.pooling import DATA, SQUARES, over
 from kfqn_ext.geometry import LayerPass
 
 
@@ -22,8 +22,8 @@ class Power:
         num_locations: |T|; an average where calls of one layer had different numbers.
     """
 
-    A: Tensor
-    G: Tensor
+    A: Annotated[Tensor, over(DATA)]
+    G: Annotated[Tensor, over(SQUARES)]
     num_data: int
     num_locations: float
 
@@ -34,9 +34,7 @@ class FactorPower(LayerExtension[Power]):
     The result is ``weight.factor_power`` and ``ext[module]``.
     """
 
-    def __init__(self, reduction: str = "mean", modules: Iterable[nn.Module] | None = None) -> None:
-        """Set up the extension; the arguments are those of :class:`LayerExtension`."""
-        super().__init__("factor_power", reduction, modules=modules)
+    savefield = "factor_power"
 
     def measure(self, module: nn.Module, layer: LayerPass) -> Power:  # noqa: D102
         # E_n Σ_t ‖a_t‖²: a patch of the batch mean of x² holds the mean squares of a patch of x. (A homogeneous 1
@@ -46,9 +44,3 @@ class FactorPower(LayerExtension[Power]):
         g_squared = torch.linalg.vector_norm(layer.geometry.outputs(layer.g), dim=(0, 1, -1)).square()
         G = g_squared * (layer.grad_scale**2 / (layer.num_data * layer.num_locations))
         return Power(A / layer.geometry.d_in, G / layer.geometry.d_out, layer.num_data, layer.num_locations)
-
-    def merge(self, module: nn.Module, old: Power, layer: LayerPass) -> Power:  # noqa: D102
-        new = self.measure(module, layer)
-        total, share, weights = merge_second_moments(self.reduction, old, new)
-        locations = old.num_locations + share * (new.num_locations - old.num_locations)
-        return Power(old.A.lerp(new.A, share), weights[0] * old.G + weights[1] * new.G, total, locations)

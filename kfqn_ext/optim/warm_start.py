@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from backpack import backpack
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from kfqn_ext.extensions import Gram, input_gradients_only
+from kfqn_ext.extensions import Gram, averaged, input_gradients_only
 from kfqn_ext.geometry import layer_input
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim import blocks
@@ -66,7 +65,7 @@ def measure_data(
             )
             for (layer, kind), result in seen.items():
                 old = averages.get((layer, kind))
-                averages[layer, kind] = result if old is None else _blend(old, result)
+                averages[layer, kind] = result if old is None else averaged((old, result))
             count += 1
     if count == 0:
         raise ValueError(
@@ -111,21 +110,10 @@ def _inputs(layers: Sequence[Layer], run: Callable[[Any], Any], batch: Any) -> d
         with full_precision():
             gram = Gram(geometry.gram(x), x.shape[0], geometry.num_locations(geometry.as_batch(output)))
         old = found.get((layer, "gram"))
-        found[layer, "gram"] = gram if old is None else _blend(old, gram)
+        found[layer, "gram"] = gram if old is None else averaged((old, gram))
 
     with ExitStack() as stack, torch.no_grad():
         for layer in layers:
             stack.callback(layer.module.register_forward_hook(partial(watch, layer), with_kwargs=True).remove)
         run(batch)
     return found
-
-
-def _blend(old: Any, new: Any) -> Any:
-    """Average two results over all their data; tensors of the old one are overwritten."""
-    share = new.num_data / (old.num_data + new.num_data)
-    values: dict[str, Any] = {}
-    for field in fields(old):
-        a, b = getattr(old, field.name), getattr(new, field.name)
-        values[field.name] = a.lerp_(b, share) if isinstance(a, Tensor) else a + share * (b - a)
-    values["num_data"] = old.num_data + new.num_data
-    return type(old)(**values)
