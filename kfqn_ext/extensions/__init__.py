@@ -2,24 +2,28 @@
 
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.gram import Gram, InputGram
+from kfqn_ext.extensions.gram_operator import GramOperator
 from kfqn_ext.extensions.hooks import extend, input_gradients_only, unextend
-from kfqn_ext.extensions.kbfgs import GramOperator, KBFGSQuantities, LayerMoments, ShiftInvariantQuantities
+from kfqn_ext.extensions.inputs import InputMoments, InputQuantities, Probe
+from kfqn_ext.extensions.kbfgs import KBFGSQuantities, LayerMoments
 from kfqn_ext.extensions.kfac import KFACFactors, KroneckerFactors
 from kfqn_ext.extensions.pooling import averaged, pooled
-from kfqn_ext.extensions.power import FactorPower, Power
+from kfqn_ext.extensions.traces import FactorTraces, Traces
 
 __all__ = [
-    "FactorPower",
+    "FactorTraces",
     "Gram",
     "GramOperator",
     "InputGram",
+    "InputMoments",
+    "InputQuantities",
     "KBFGSQuantities",
     "KFACFactors",
     "KroneckerFactors",
     "LayerExtension",
     "LayerMoments",
-    "Power",
-    "ShiftInvariantQuantities",
+    "Probe",
+    "Traces",
     "averaged",
     "extend",
     "input_gradients_only",

@@ -34,6 +34,9 @@ class _Entry(Generic[Q]):
 class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[misc]  # BackPACK has no types
     """A BackPACK extension that maps what a layer saw in a pass to one quantity.
 
+    A class of its own needs ``savefield``, ``measure``, and a dataclass of results whose fields say how they are pooled
+    (:mod:`kfqn_ext.extensions.pooling`).
+
     Results belong to the extension: ``ext[module]``. They are also set on the layer's weight, as BackPACK does,
     under ``savefield``. A backward pass overwrites what an earlier one left; calls of one layer within a pass are
     merged, as if their inputs were one batch. Layers that can't be measured are passed over; so are layers whose
@@ -46,6 +49,9 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     """Whether results are set on the weights; turned off where nobody is to keep them alive."""
     loss_scale: float | None = None
     """What the loss was multiplied with before its backward pass (``GradScaler.get_scale()``); None for nothing."""
+    in_part: ClassVar[bool] = False
+    """Whether what it measures is compared between two passes, or is cheap to take from a part: it is measured on the
+    part of a minibatch that both passes run."""
 
     def __init__(
         self,

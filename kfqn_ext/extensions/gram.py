@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.pooling import DATA, over
+from kfqn_ext.extensions.shown import Shown
 from kfqn_ext.geometry import LayerPass
 
 
-@dataclass(frozen=True)
-class Gram:
+@dataclass(frozen=True, repr=False)
+class Gram(Shown):
     """A = (1/N) Σ_n Σ_t a_t a_tᵀ of N data.
 
     Attributes:

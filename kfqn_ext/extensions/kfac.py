@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.pooling import DATA, SQUARES, over
+from kfqn_ext.extensions.shown import Shown
 from kfqn_ext.geometry import LayerPass
 
 
-@dataclass(frozen=True)
-class KroneckerFactors:
+@dataclass(frozen=True, repr=False)
+class KroneckerFactors(Shown):
     """Ω and Γ of N data.
 
     Attributes:

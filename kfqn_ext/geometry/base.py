@@ -57,7 +57,10 @@ class LayerGeometry(ABC):
 
     @abstractmethod
     def patches(self, x: Tensor) -> Tensor:
-        """All a_t, written out: [N, T, *B, d_in]. T × d_in numbers for a datum; not for large inputs."""
+        """All a_t, written out: [N, T, *B, d_in]. T × d_in numbers for a datum; not for large inputs.
+
+        Their entries are copied from the input, or zero, and the last one is the homogeneous 1.
+        """
 
     @abstractmethod
     def outputs(self, g: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from kfqn_ext.extensions import Gram, KroneckerFactors, Power
+from kfqn_ext.extensions import Gram, KroneckerFactors, Traces
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim import splits
 from kfqn_ext.optim.plan import Layer
@@ -89,7 +89,7 @@ def start_empty(layer: Layer, state: State, recipe: Recipe, damping: float) -> N
     measured = Measured(
         gram=Gram(A, 1, 1) if "gram" in kinds else None,
         factors=KroneckerFactors(A, Gamma, 1, 1) if "factors" in kinds else None,
-        power=Power(ones, ones.clone(), 1, 1) if "power" in kinds else None,
+        power=Traces(ones, ones.clone(), 1, 1) if "power" in kinds else None,
     )
     state["momentum"] = W
     _make(layer, state, recipe, damping, measured)
@@ -126,7 +126,7 @@ def learn(
     recipe.output_side.learn(states, seen, damping_G)
 
 
-def _follow_power(state: State, power: Power | None, finite: Tensor, decay: float = 0.9) -> None:
+def _follow_power(state: State, power: Traces | None, finite: Tensor, decay: float = 0.9) -> None:
     """Move the averages of the factors' mean eigenvalues, where the split needs them."""
     if power is not None:
         for name, value in (("power_A", power.A), ("power_G", power.G)):

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from kfqn_ext.extensions import (
-    FactorPower,
+    FactorTraces,
     InputGram,
+    InputQuantities,
     KBFGSQuantities,
     KFACFactors,
     LayerExtension,
-    ShiftInvariantQuantities,
+    LayerMoments,
+    Probe,
 )
-from kfqn_ext.extensions.kbfgs import Probe
 from kfqn_ext.geometry import Subsampling
 from kfqn_ext.optim.sides import Measured
 from kfqn_ext.optim.sides.base import Kind
@@ -50,8 +51,8 @@ class Measurement:
             spared = [m for m in modules if m in shift_invariant] if kind == "moments" else []
             rest = [m for m in modules if m not in spared]
             if spared:
-                moments = ShiftInvariantQuantities(reduction, _subsampling(shares[1]), probe, modules=spared)
-                self._by_kind.append((kind, moments))
+                inputs: LayerExtension[Any] = InputQuantities(reduction, _subsampling(shares[1]), probe, modules=spared)
+                self._by_kind.append((kind, inputs))
             if rest:
                 self._by_kind.append((kind, _make(kind, rest, reduction, probe, shares[0])))
         for ext in self.extensions:
@@ -82,7 +83,7 @@ class Measurement:
 
     def not_finite(self) -> Tensor:
         """Whether an output gradient that was measured is not finite, bool []."""
-        seen = [q.dh_bar for kind, ext in self._by_kind if kind == "moments" for q in ext.values()]
+        seen = [q.dh_bar for _, ext in self._by_kind for q in ext.values() if isinstance(q, LayerMoments)]
         factors = [q for kind, ext in self._by_kind if kind == "factors" for q in ext.values()]
         seen += [q.Gamma.diagonal(dim1=-2, dim2=-1) for q in factors]
         return torch.stack([torch.isfinite(v).all() for v in seen]).all().logical_not() if seen else _FALSE
@@ -101,7 +102,7 @@ def _make(
         return InputGram(modules=modules)
     if kind == "factors":
         return KFACFactors(reduction, modules=modules)
-    return FactorPower(reduction, modules=modules)
+    return FactorTraces(reduction, modules=modules)
 
 
 def _subsampling(share: float) -> Subsampling:

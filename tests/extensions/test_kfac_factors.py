@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfqn_ext.extensions import FactorPower, InputGram, KFACFactors, KroneckerFactors, extend
+from kfqn_ext.extensions import FactorTraces, InputGram, KFACFactors, KroneckerFactors, extend
 from kfqn_ext.geometry import geometry_of
 from kfqn_ext.optim import Minibatch
 from tests import reference as ref
@@ -47,9 +47,9 @@ def curved(h: Tensor) -> Tensor:
 
 def check(case: Case, dtype: torch.dtype) -> None:
     layer, x = extend(case.layer(dtype)), case.input(dtype)
-    geometry, factors, power = geometry_of(layer), KFACFactors(), FactorPower()
+    geometry, factors, traces = geometry_of(layer), KFACFactors(), FactorTraces()
     assert geometry is not None
-    with backpack(factors, power):
+    with backpack(factors, traces):
         h = layer(x)
         g = torch.randn_like(h) / geometry.as_batch(h).shape[0]
         h.backward(g)
@@ -59,7 +59,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
     explicit.check(TOLERANCE[dtype], A=q.Omega, Gamma=q.Gamma)
     assert (q.num_data, q.num_locations) == (explicit.seen.num_data, explicit.seen.num_locations)
     # Their mean eigenvalues, without forming them.
-    for got, factor in ((power[layer].A, explicit.seen.A), (power[layer].G, explicit.seen.Gamma)):
+    for got, factor in ((traces[layer].A, explicit.seen.A), (traces[layer].G, explicit.seen.Gamma)):
         assert_close(got, factor.diagonal(dim1=-2, dim2=-1).mean(-1), TOLERANCE[dtype])
 
 
@@ -150,9 +150,9 @@ def test_a_layer_used_twice_sees_one_batch(case: Case, reduction: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @some_cases
-def test_the_power_of_a_layer_used_twice_is_that_of_one_batch(case: Case, reduction: str) -> None:
+def test_the_traces_of_a_layer_used_twice_are_those_of_one_batch(case: Case, reduction: str) -> None:
     layer, x1, x2 = extend(case.layer()), case.input(), case.input()[:2]
-    once, twice = FactorPower(reduction), FactorPower(reduction)
+    once, twice = FactorTraces(reduction), FactorTraces(reduction)
     scale = 1 / (len(x1) + len(x2)) if reduction == "mean" else 1.0
     with backpack(once):
         (curved(layer(torch.cat((x1, x2)))).sum() * scale).backward()

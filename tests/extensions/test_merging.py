@@ -220,9 +220,3 @@ def test_a_wholly_frozen_network_below_is_not_measured() -> None:
     with backpack(moments):
         curved(model(torch.randn(5, 4))).mean().backward()
     assert model[0] not in moments and model[2] in moments and not hasattr(model[0].weight, "kbfgs")
-
-
-@pytest.mark.parametrize("make", [KBFGSQuantities])
-def test_a_wrong_reduction_is_named(make: Any) -> None:
-    with pytest.raises(ValueError, match="reduction='none'"):
-        make(reduction="none")

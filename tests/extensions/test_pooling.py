@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfqn_ext.extensions import (
-    FactorPower,
+    FactorTraces,
     GramOperator,
     InputGram,
+    InputQuantities,
     KBFGSQuantities,
     KFACFactors,
     KroneckerFactors,
@@ -43,7 +44,8 @@ EXTENSIONS: list[Callable[..., LayerExtension[Any]]] = [
     lambda **options: KBFGSQuantities(probe=one_direction, **options),
     KFACFactors,
     InputGram,
-    FactorPower,
+    lambda **options: InputQuantities(probe=one_direction, **options),
+    FactorTraces,
 ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian
 
 from kfqn_ext.curvature import curvature_ladder, exact_block
-from kfqn_ext.extensions import KBFGSQuantities, KFACFactors, extend
+from kfqn_ext.extensions import FactorTraces, KBFGSQuantities, KFACFactors, extend
 from kfqn_ext.geometry import LayerGeometry, base, geometry_of
 from tests.cases import CASES, CONVS, IGNORE_EVEN_SAME, Case, assert_close, conv
 from tests.geometry.outsider import TRANSPOSED, Transposed, taught
@@ -111,8 +111,8 @@ def test_quantities_and_autograd(case: Case) -> None:
     layer, x = extend(case.layer()), case.input()
     geometry = geometry_of(layer)
     assert geometry is not None
-    moments, factors = KBFGSQuantities(), KFACFactors()
-    with backpack(moments, factors):
+    moments, factors, traces = KBFGSQuantities(), KFACFactors(), FactorTraces()
+    with backpack(moments, factors, traces):
         h = layer(x)
         h.retain_grad()
         (h.sin() + h.square()).sum().div(len(geometry.as_batch(h))).backward()
@@ -128,6 +128,8 @@ def test_quantities_and_autograd(case: Case) -> None:
     grad = geometry.matrix(layer.weight.grad, None if layer.bias is None else layer.bias.grad)
     assert_close(grad, torch.einsum("nt...i,nt...j->...ij", dh, a), 1e-12)
     assert_close(q.A @ q.a_bar, (f.Omega @ q.a_bar.unsqueeze(-1)).squeeze(-1), 1e-12)
+    for got, factor in ((traces[layer].A, f.Omega), (traces[layer].G, f.Gamma)):
+        assert_close(got, factor.diagonal(dim1=-2, dim2=-1).mean(-1), 1e-12)
     assert_close(f.Gamma, torch.einsum("nt...i,nt...j->...ij", dh, dh) * N / T, 1e-12)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
 from kfqn_ext import extend
-from kfqn_ext.extensions import KBFGSQuantities
+from kfqn_ext.extensions import InputQuantities, KBFGSQuantities
 from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
 from kfqn_ext.optim.recipe import SecondPass
 from kfqn_ext.optim.sides import ScaledIdentity
@@ -142,13 +142,13 @@ class Sizes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: dict[nn.Module, list[int]] = {}
-        measure = KBFGSQuantities.measure
+        measure = InputQuantities.measure
 
-        def watch(ext: KBFGSQuantities, module: nn.Module, layer: Any) -> Any:
+        def watch(ext: InputQuantities[Any], module: nn.Module, layer: Any) -> Any:
             self.found.setdefault(module, []).append(layer.num_data)
             return measure(ext, module, layer)
 
-        monkeypatch.setattr(KBFGSQuantities, "measure", watch)
+        monkeypatch.setattr(InputQuantities, "measure", watch)
 
 
 @pytest.mark.parametrize("module", [nn.BatchNorm1d(5), nn.Dropout(0.1)], ids=["BatchNorm", "Dropout"])

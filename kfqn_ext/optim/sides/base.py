@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kfqn_ext.extensions import Gram, KroneckerFactors, LayerMoments, Power
+from kfqn_ext.extensions import Gram, KroneckerFactors, LayerMoments, Traces
 from kfqn_ext.linalg.padded import stack, unstack
 
 State = dict[str, Tensor]
@@ -26,7 +26,7 @@ class Measured:
     moments: LayerMoments | None = None
     gram: Gram | None = None
     factors: KroneckerFactors | None = None
-    power: Power | None = None
+    power: Traces | None = None
 
     @property
     def A(self) -> Tensor | None:

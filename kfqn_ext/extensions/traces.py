@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.pooling import DATA, SQUARES, over
+from kfqn_ext.extensions.shown import Shown
 from kfqn_ext.geometry import LayerPass
 
 
-@dataclass(frozen=True)
-class Power:
-    """Mean eigenvalues of A and of the (empirical) Fisher factor Γ.
+@dataclass(frozen=True, repr=False)
+class Traces(Shown):
+    """Mean eigenvalues of A and of the (empirical) Fisher factor Γ: their traces over their sizes.
 
     Attributes:
         A: tr(A) / d_in, [*B].
@@ -28,19 +29,19 @@ class Power:
     num_locations: float
 
 
-class FactorPower(LayerExtension[Power]):
-    """tr(A) / d_in and tr(Γ) / d_out of each layer, without forming A or Γ.
+class FactorTraces(LayerExtension[Traces]):
+    """tr(A) / d_in and tr(Γ) / d_out of each layer, the factors' mean eigenvalues, without forming A or Γ.
 
-    The result is ``weight.factor_power`` and ``ext[module]``.
+    The result is ``weight.factor_traces`` and ``ext[module]``. A and Γ are those of :class:`KFACFactors`.
     """
 
-    savefield = "factor_power"
+    savefield = "factor_traces"
 
-    def measure(self, module: nn.Module, layer: LayerPass) -> Power:  # noqa: D102
+    def measure(self, module: nn.Module, layer: LayerPass) -> Traces:  # noqa: D102
         # E_n Σ_t ‖a_t‖²: a patch of the batch mean of x² holds the mean squares of a patch of x. (A homogeneous 1
         # is its own square.)
         x_squared = torch.linalg.vector_norm(layer.x, dim=0, keepdim=True).square() / layer.num_data
         A = layer.geometry.mean_patch(x_squared).sum(-1) * layer.num_locations
         g_squared = torch.linalg.vector_norm(layer.geometry.outputs(layer.g), dim=(0, 1, -1)).square()
         G = g_squared * (layer.grad_scale**2 / (layer.num_data * layer.num_locations))
-        return Power(A / layer.geometry.d_in, G / layer.geometry.d_out, layer.num_data, layer.num_locations)
+        return Traces(A / layer.geometry.d_in, G / layer.geometry.d_out, layer.num_data, layer.num_locations)
