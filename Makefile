@@ -23,7 +23,7 @@ demo: $(STAMP)  ## run the quickstart example
 	$(PY) examples/quickstart.py
 
 test: $(STAMP)  ## run the tests, without the slow ones
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --dist worksteal
 
 test-slow: $(STAMP)  ## run the slow tests only
 	$(PY) -m pytest -m slow

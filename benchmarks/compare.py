@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from benchmarks import options, run
-from benchmarks.clock import prepare
 from benchmarks.contenders import CONTENDERS
 from benchmarks.report import draw, render
+from benchmarks.turns import prepare
+from workloads import environment
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="which ones")
     args = parser.parse_args(arguments)
     device = prepare(args.device)
-    results = {**options.facts(device, "benchmarks"), "quick": args.quick, "problems": {}}
+    results = {**environment.origin("benchmarks", device), "quick": args.quick, "problems": {}}
     for name in tqdm(args.problem, leave=False):
         results["problems"][name] = run.measure(name, args.contenders, args.turns, args.quick, device)
         options.write(args.json, results)  # each at once: a large network takes its time

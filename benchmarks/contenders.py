@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 
 from benchmarks import peers
 from benchmarks.problems import Setup
-from benchmarks.ready import DAMPING, LR, Ready
+from benchmarks.ready import Ready
 from kfqn_ext.optim import KBFGS, KFAC, KroneckerOptimizer
+from kfqn_ext.optim.inverses import HessianActionLBFGS, ScaledIdentity
 from kfqn_ext.optim.recipe import Recipe, SecondPass
-from kfqn_ext.optim.sides import LimitedHessianAction, ScaledIdentity
+from workloads.frequencies import set_frequencies
+from workloads.workload import DAMPING, LR, NEVER
 
 Shares = Mapping[str, float]
-_NEVER = 10**9
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,10 @@ def _kronecker(make: Callable[..., KroneckerOptimizer], setup: Setup) -> Ready:
     optimizer.step(batch)
 
     def step(learn_every: int, invert_every: int) -> None:
-        for group in optimizer.param_groups:
-            group["curvature_update_freq"], group["inverse_update_freq"] = learn_every, invert_every
+        set_frequencies(optimizer, learn_every, invert_every)
         optimizer.step(batch)
 
-    steps = {"ordinary": partial(step, _NEVER, _NEVER), "due": partial(step, 1, _NEVER), "inverse": partial(step, 1, 1)}
+    steps = {"ordinary": partial(step, NEVER, NEVER), "due": partial(step, 1, NEVER), "inverse": partial(step, 1, 1)}
     start = partial(optimizer.warm_start, [setup.x], progress=False)
     return Ready({"warm start": start, **steps}, optimizer)
 
@@ -77,8 +77,8 @@ def _changed(recipe: Recipe, **options: Any) -> Callable[[Setup], Ready]:
     return partial(_kronecker, partial(KroneckerOptimizer, recipe=recipe, curvature_update_freq=1, **options))
 
 
-_ONE_PASS = replace(KBFGS.recipe, output_side=ScaledIdentity(), second_pass=SecondPass.NONE)
-_FEW_PAIRS = replace(KBFGS.recipe, input_side=LimitedHessianAction(memory=20))
+_ONE_PASS = replace(KBFGS.recipe, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
+_FEW_PAIRS = replace(KBFGS.recipe, input_inverse=HessianActionLBFGS(history_size=20))
 
 
 def _kfac(**options: Any) -> Callable[[Setup], Ready]:

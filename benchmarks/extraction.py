@@ -6,9 +6,9 @@ from backpack import backpack, extend
 from backpack.extensions import KFAC
 from torch import nn
 
-from benchmarks.clock import Run
 from benchmarks.peers import curvlinops_operator
 from benchmarks.problems import Setup
+from benchmarks.turns import Run
 from kfqn_ext import KBFGSQuantities, KFACFactors
 from kfqn_ext import extend as extend_in_place
 

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import clock, options
-from benchmarks.clock import Run
+from benchmarks import options
 from benchmarks.contenders import CONTENDERS
 from benchmarks.extraction import EXTRACTIONS, PLAIN
 from benchmarks.problems import PROBLEMS, QUICK, Setup, set_up
 from benchmarks.report import markdown
-from examples.paper.costs.workload import layer_sizes
+from benchmarks.turns import Run, interleave, prepare
 from kfqn_ext import extend
 from kfqn_ext.extensions import input_gradients_only
 from kfqn_ext.geometry import LayerGeometry, geometry_of
-from kfqn_ext.geometry.layer_pass import part_size
+from kfqn_ext.geometry.layer_pass import fraction_size
+from workloads.layer_sizes import layer_sizes
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = options.parser(__doc__)
     options.add_outputs(parser)
     args = parser.parse_args(arguments)
-    device = clock.prepare(args.device)
+    device = prepare(args.device)
     found: dict[str, dict[str, float]] = {}
     for problem in args.problem:
         make = partial(set_up, (QUICK if args.quick else PROBLEMS)[problem], device)
@@ -79,7 +79,7 @@ def _ratios(
         # As in a training step: all that it reads was last used one step ago.
         before[_bare(floor)] = lambda bare=bare: (bare(), step())
         before[floor.row], runs[floor.row] = floor.ours(make())
-    times = clock.interleave(runs, SGD, turns, device, before)
+    times = interleave(runs, SGD, turns, device, before)
     found = {}
     for floor in floors:
         least, ours = (times.median(name) / times.median(floor.base) for name in (_bare(floor), floor.row))
@@ -112,7 +112,7 @@ def _directions(dtype: torch.dtype, setup: Setup) -> Run:
 def _learning(share: float, setup: Setup) -> Run:
     """The second pass of a part, two products with H_A and H_G and a rank-2 update of both, and the directions."""
     direct = _directions(torch.bfloat16, setup)
-    model, batch = extend(setup.model), setup.batch.part(share)
+    model, batch = extend(setup.model), setup.batch.fraction(share)
     sides = [d for s in layer_sizes(model, setup.x) for d in (s.I, s.J)]
     random = partial(torch.randn, device=setup.x.device)
     inverses = [(torch.eye(d, device=setup.x.device), random(d), random(d, 2) / d) for d in sides]
@@ -131,7 +131,7 @@ def _learning(share: float, setup: Setup) -> Run:
 
 def _learning_and_measuring(share: float, setup: Setup) -> Run:
     """The same, and ā, h̄, Σ ∂h and its noise of a part in both passes, and A s in the first."""
-    learn, part = _learning(share, setup), part_size(len(setup.x), share)
+    learn, part = _learning(share, setup), fraction_size(len(setup.x), share)
     seen = [(module, geometry, x[:part], g[:part]) for module, geometry, x, g in _seen(setup)]
 
     @torch.no_grad()

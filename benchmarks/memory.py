@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.clock import first_line, prepare
 from benchmarks.contenders import CONTENDERS
 from benchmarks.problems import PROBLEMS, QUICK, Setup, set_up
+from benchmarks.turns import first_line, prepare
 
 
 @dataclass(frozen=True)

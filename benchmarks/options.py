@@ -1,17 +1,15 @@
 """Options that the benchmarks share."""
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.marks import put_between_marks
 from benchmarks.problems import PROBLEMS
-from examples.hessian_ladder import put_between_marks
-from examples.paper import environment
+from workloads import environment, records
 
 
 def plain(doc: str | None) -> argparse.ArgumentParser:
@@ -38,17 +36,10 @@ def add_outputs(parser: argparse.ArgumentParser, figure: bool = False) -> None:
         parser.add_argument("--figure", type=Path, help="file for the figure")
 
 
-def facts(device: torch.device, module: str) -> dict[str, Any]:
-    """What numbers depend on, and how they were made."""
-    command = " ".join([f"python -m {module}", *sys.argv[1:]])
-    return {"command": command, "environment": environment.describe(device)}
-
-
 def write(path: Path | None, results: dict[str, Any]) -> None:
-    """Write results, where a file is named."""
+    """Write results as one JSON line, where a file is named: such files can be put behind each other."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        records.replace(path, [results])
 
 
 def show(docs: Path | None, part: str, text: str) -> None:
@@ -62,6 +53,6 @@ def finish(
     args: argparse.Namespace, part: str, device: torch.device, numbers: dict[str, Any], render: Callable[..., str]
 ) -> None:
     """Write the numbers of a part of the page with what they depend on, and show what a function makes of them."""
-    results = {**facts(device, f"benchmarks.{part}"), **numbers}
+    results = {**environment.origin(f"benchmarks.{part}", device), **numbers}
     write(args.json, results)
     show(args.docs, part, render(results))

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from benchmarks.problems import Setup
-from benchmarks.ready import DAMPING, LR, Ready
-
-_NEVER = 10**9
+from benchmarks.ready import Ready
+from workloads.workload import DAMPING, LR, NEVER
 
 
 def curvlinops_kfac(setup: Setup) -> Ready:
@@ -69,7 +68,7 @@ def singd(setup: Setup) -> Ready:
         optimizer.step()
 
     step(1)
-    return Ready({"ordinary": lambda: step(_NEVER), "due": lambda: step(1)}, optimizer)
+    return Ready({"ordinary": lambda: step(NEVER), "due": lambda: step(1)}, optimizer)
 
 
 def asdfghjkl_kfac(setup: Setup) -> Ready:
@@ -93,7 +92,7 @@ def asdfghjkl_kfac(setup: Setup) -> Ready:
         optimizer.step()
 
     step(1)
-    return Ready({"ordinary": lambda: step(_NEVER), "due": lambda: step(1)}, (maker, optimizer))
+    return Ready({"ordinary": lambda: step(NEVER), "due": lambda: step(1)}, (maker, optimizer))
 
 
 def shampoo(setup: Setup) -> Ready:
@@ -108,4 +107,4 @@ def shampoo(setup: Setup) -> Ready:
         optimizer.step()
 
     step(1)
-    return Ready({"ordinary": lambda: step(_NEVER), "due": lambda: step(1)}, optimizer)
+    return Ready({"ordinary": lambda: step(NEVER), "due": lambda: step(1)}, optimizer)

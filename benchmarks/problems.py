@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from examples.paper.costs.workload import Workload, of_problem
-from examples.paper.objective import minibatch
 from kfqn_ext.optim import Minibatch
+from workloads.objective import minibatch
+from workloads.workload import Workload, of_problem
 
 PROBLEMS = {
     "resnet32": of_problem("resnet32-cifar10", 128),

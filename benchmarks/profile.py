@@ -1,7 +1,7 @@
 """Where the time of a step goes: ``python -m benchmarks.profile --problem vgg16 --method kbfgs``.
 
-The parts of ``table_5``, as :mod:`examples.paper.costs` measures them, with two of them split further by clocks around
-what the two sides of a block do. On a GPU each clock waits for the device, so that parts add up to more than a step.
+The parts of ``table_5``, as :mod:`workloads.bench` measures them, with two of them split further by clocks around
+what the two inverses of a block do. On a GPU each clock waits for the device, so that parts add up to more than a step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,21 +15,23 @@ import matplotlib.pyplot as plt
 import torch
 
 from benchmarks import options
-from benchmarks.clock import now, prepare
-from benchmarks.parts import QuietBench
-from benchmarks.problems import PROBLEMS, QUICK, Workload
+from benchmarks.problems import PROBLEMS, QUICK
 from benchmarks.report import markdown, save
-from examples.paper.costs.formulas import Frequencies
-from examples.paper.methods import METHODS
-from kfqn_ext.optim.sides import InputSide, OutputSide
+from benchmarks.turns import prepare
+from kfqn_ext.optim.inverses import InputInverse, OutputInverse
+from workloads.bench import Bench
+from workloads.clock import now
+from workloads.cost_formulas import Frequencies
+from workloads.methods import METHODS
+from workloads.workload import Workload
 
-# What a side's method does, in words.
+# What a rule's method does, in words.
 LEARN_A, LEARN_G, TIMES_A, TIMES_G = "update of H_A", "update of H_G", "product with H_A", "product with H_G"
 _RANGES = {
-    LEARN_A: (InputSide, ("learn", "refresh")),
-    LEARN_G: (OutputSide, ("learn", "refresh")),
-    TIMES_A: (InputSide, ("precondition",)),
-    TIMES_G: (OutputSide, ("precondition",)),
+    LEARN_A: (InputInverse, ("learn", "update_inverse")),
+    LEARN_G: (OutputInverse, ("learn", "update_inverse")),
+    TIMES_A: (InputInverse, ("precondition",)),
+    TIMES_G: (OutputInverse, ("precondition",)),
 }
 
 
@@ -44,14 +46,14 @@ class Ranges:
         self.seconds = dict.fromkeys(_RANGES, 0.0)
 
     @contextmanager
-    def around_sides(self) -> Iterator[None]:
-        """Clocks around the methods of all sides, in the body."""
+    def around_inverses(self) -> Iterator[None]:
+        """Clocks around the methods of all rules, in the body."""
         with ExitStack() as stack:
             for name, (base, methods) in _RANGES.items():
-                for side in _with_subclasses(base):
-                    for method in set(methods) & set(vars(side)):
-                        timed = self._timed(name, vars(side)[method])
-                        stack.enter_context(patch.object(side, method, timed))
+                for rule in _with_subclasses(base):
+                    for method in set(methods) & set(vars(rule)):
+                        timed = self._timed(name, vars(rule)[method])
+                        stack.enter_context(patch.object(rule, method, timed))
             yield
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,11 +72,11 @@ class Ranges:
 
 
 def _with_subclasses(base: type) -> set[type]:
-    return {base}.union(*(_with_subclasses(side) for side in base.__subclasses__()))
+    return {base}.union(*(_with_subclasses(rule) for rule in base.__subclasses__()))
 
 
-class Profile(QuietBench):
-    """A bench that splits curvature and direction by side."""
+class Profile(Bench):
+    """A bench that splits curvature and direction by inverse."""
 
     def __init__(self, workload: Workload, method: str, freq: Frequencies, device: torch.device) -> None:
         super().__init__(workload, method, freq, device)
@@ -82,7 +84,7 @@ class Profile(QuietBench):
 
     def _two_passes(self, name: str, learn_every: int, invert_every: int) -> None:
         self.ranges.clear()
-        with self.ranges.around_sides():
+        with self.ranges.around_inverses():
             super()._two_passes(name, learn_every, invert_every)
         for part, seconds in self.ranges.seconds.items():
             self._note(name, part, seconds)

@@ -4,10 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.clock import Run
-
-# Curvature of random data says nothing, so these only have to keep the loss finite.
-LR, DAMPING = 1e-6, 1.0
+from benchmarks.turns import Run
 
 
 @dataclass(frozen=True)

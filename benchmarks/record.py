@@ -11,9 +11,10 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import options, run
-from benchmarks.clock import prepare
+from benchmarks.turns import prepare
+from workloads import environment
 
-RECORDED = Path(__file__).with_name("recorded.json")
+RECORDED = Path(__file__).parents[1] / "results" / "benchmarks-record.jsonl"
 TOLERANCE = 0.15
 _WATCHED = ("kbfgs", "kbfgs-bf16", "kfac-bf16")
 _WATCHED_QUANTITIES = ("KBFGSQuantities(probe=…)",)
@@ -50,7 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     device = prepare(args.device)
     measured = ratios(tqdm(args.problem, leave=False), args.turns, args.quick, device)
-    options.write(args.json, {**options.facts(device, "benchmarks.record"), "ratios": measured})
+    options.write(args.json, {**environment.origin("benchmarks.record", device), "ratios": measured})
     print(json.dumps(measured, indent=1, ensure_ascii=False))
 
 

@@ -10,9 +10,10 @@ matplotlib.use("Agg")  # draws to files, so that no display is needed
 
 import matplotlib.pyplot as plt
 
-from benchmarks.clock import counted
 from benchmarks.contenders import CONTENDERS
 from benchmarks.targets import TARGETS, row
+from benchmarks.turns import counted
+from workloads.environment import one_line
 
 MB = 1e6
 _LONGEST_ERROR = 100
@@ -27,7 +28,7 @@ def render(results: dict[str, Any]) -> str:
     for problem in results["problems"].values():
         blocks += [f"### {problem['title']}, minibatches of {problem['batch_size']}", _setting(problem)]
         blocks += [_steps(problem), _extraction(problem)]
-    return "\n\n".join([*blocks, f"`{results['command']}`", _machine(results["environment"])])
+    return "\n\n".join([*blocks, f"`{results['command']}`", one_line(results["environment"])])
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -85,12 +86,6 @@ def _number(value: float | None) -> str:
 
 def _megabytes(value: float | None) -> str:
     return "" if value is None else f"{value / MB:.1f}"
-
-
-def _machine(environment: dict[str, Any]) -> str:
-    device = environment["processor"] if environment["device"] == "CPU" else environment["device"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    return f"{device}, {environment['threads']} thread(s), Python {environment['python']}, {versions}."
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -16,10 +16,12 @@ from torch import Tensor
 from tqdm import trange
 
 from benchmarks import options
-from examples.paper.objective import minibatch
-from examples.paper.problems import PROBLEMS
-from kfqn_ext.optim import KBFGS, blocks
-from kfqn_ext.optim.rounded import RoundedInverses
+from benchmarks.report import markdown
+from kfqn_ext.optim import KBFGS
+from kfqn_ext.optim.preconditioner import block as blocks
+from kfqn_ext.optim.preconditioner.rounded import RoundedInverses
+from workloads.objective import minibatch
+from workloads.problems import PROBLEMS
 
 _CELLS = [
     *("{error:.1e}", "{1 - cosine:.0e}", "{kept:.4f}"),
@@ -55,8 +57,8 @@ def compare(optimizer: KBFGS) -> dict[str, dict[str, float]]:
     """What rounding does to each layer."""
     rounded = RoundedInverses()
     found = {}
-    for layer, _ in optimizer._layers():
-        state = optimizer.state[layer.weight]
+    for block in optimizer._blocks():
+        layer, state = block.layer, block.state
         view, M = rounded.view(layer.weight, state, torch.bfloat16), state["momentum"]
         p, q = (blocks.precondition(s, optimizer.recipe, M) for s in (state, view))
         cosine = (p * q).sum() / (p.norm() * q.norm())
@@ -78,7 +80,7 @@ def compare(optimizer: KBFGS) -> dict[str, dict[str, float]]:
 def render(results: dict[str, Any]) -> str:
     """Lay out one row a layer."""
     rows = [[name, *(cell.format_map(row) for cell in _CELLS)] for name, row in results["layers"].items()]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [HEAD, ["---"] * len(HEAD), *rows])
+    return markdown([HEAD, *rows])
 
 
 def _eigenvalues(H: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from benchmarks import memory
-from benchmarks.clock import Run, Times, first_line, interleave
 from benchmarks.contenders import CONTENDERS
 from benchmarks.extraction import EXTRACTIONS, PLAIN
 from benchmarks.problems import PROBLEMS, QUICK, set_up
+from benchmarks.turns import Run, Times, first_line, interleave
 
 BASE = "sgdm"
 _BASE_STEP = f"{BASE}: ordinary"

@@ -18,12 +18,13 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks import options
-from benchmarks.clock import prepare
-from benchmarks.parts import QuietBench
 from benchmarks.report import markdown, save
-from examples.paper.costs.formulas import Frequencies, multiplications
-from examples.paper.costs.workload import Workload, layer_sizes
-from examples.paper.losses import CROSS_ENTROPY
+from benchmarks.turns import prepare
+from workloads.bench import Bench
+from workloads.cost_formulas import Frequencies, multiplications
+from workloads.layer_sizes import layer_sizes
+from workloads.losses import CROSS_ENTROPY
+from workloads.workload import Workload
 
 PARTS = ("gradient", "additional pass", "curvature", "direction")
 _EVERY_STEP = Frequencies(T=1)
@@ -87,7 +88,7 @@ def measure(sweep: Sequence[Stack], name: str, repeats: int, device: torch.devic
     seconds, formula = [], []
     for stack in sweep:
         workload = stack.workload()
-        bench = QuietBench(workload, "kbfgs", _EVERY_STEP, device)
+        bench = Bench(workload, "kbfgs", _EVERY_STEP, device)
         seconds.append(bench.measure(repeats, steps=0).seconds)
         layers = layer_sizes(bench.model, workload.data(device)[0][:2])
         formula.append(multiplications("kbfgs", layers, stack.batch, _EVERY_STEP))

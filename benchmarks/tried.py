@@ -5,7 +5,6 @@ Products in float32 and bfloat16, directions into kept buffers, layers of equal 
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,9 +15,11 @@ from torch import Tensor
 from benchmarks import options
 from benchmarks.report import markdown
 from kfqn_ext.linalg import bfgs_update_, bfgs_update_each_
+from workloads.clock import now
 
 PRODUCTS = ((512, 4609), (512, 2305), (784, 1001), (250, 501), (64, 577))
 EQUAL_LAYERS = ((9, 64, 577), (9, 32, 289), (10, 16, 145))  # of a ResNet32: how many, d_out, d_in
+CPU = torch.device("cpu")
 UPDATES = (17, 145, 577, 1001, 2305)
 
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "equal layers": [[*shape, *equal_layers(*shape)] for shape in EQUAL_LAYERS[few]],
         "updates": [] if args.quick else updates(UPDATES),
     }
-    options.finish(args, "tried", torch.device("cpu"), numbers, render)
+    options.finish(args, "tried", CPU, numbers, render)
 
 
 def render(results: dict[str, Any]) -> str:
@@ -93,9 +94,9 @@ def milliseconds(run: Callable[[], object], times: int = 15) -> float:
     """Time of a run, the median of some."""
     seconds = []
     for _ in range(times + 2):  # two to warm up
-        start = time.process_time()
+        start = now(CPU)
         run()
-        seconds.append(time.process_time() - start)
+        seconds.append(now(CPU) - start)
     return 1e3 * statistics.median(seconds[2:])
 
 

@@ -64,7 +64,7 @@ class BatchNormNet(nn.Module):
         return self.last(self.relu(h).flatten(1))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A basic block of a ResNet for 32 × 32 images."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
@@ -82,7 +82,7 @@ class Block(nn.Module):
 def resnet32() -> nn.Module:
     """16, 32 and 64 channels, five blocks each: 64 → 64 channels is its widest layer, 36,864 parameters."""
     stages = [(16, 16, 1), (16, 32, 2), (32, 64, 2)]
-    blocks = [Block(i if k == 0 else o, o, s if k == 0 else 1) for i, o, s in stages for k in range(5)]
+    blocks = [ResidualBlock(i if k == 0 else o, o, s if k == 0 else 1) for i, o, s in stages for k in range(5)]
     stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 

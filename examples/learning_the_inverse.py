@@ -29,7 +29,7 @@ from torch.nn.functional import one_hot
 
 from kfqn_ext import KBFGS, KBFGSL, Minibatch
 from kfqn_ext.optim import KroneckerOptimizer
-from kfqn_ext.optim.sides import HessianAction, InputSide, MovingHessianAction, State
+from kfqn_ext.optim.inverses import HessianAction, InputInverse, Measured, MovingHessianAction, State
 
 HIDDEN, CLASSES, BATCH, DAMPING = 12, 10, 128, 0.01  # λ; on a linear layer λ_A = λ_G = √λ
 SQRT_DAMPING = DAMPING**0.5
@@ -98,7 +98,7 @@ def learn_G(make: Callable[[nn.Module], KroneckerOptimizer], x: Tensor, y: Tenso
     for minibatch in minibatches(model, x, y, steps):
         optimizer.step(minibatch)
         state = optimizer.state[W1]
-        s, y_G, H = state["s_G"], state["y_G"], optimizer.recipe.output_side.precondition(state, eye)
+        s, y_G, H = state["s_G"], state["y_G"], optimizer.recipe.output_inverse.precondition(state, eye)
         run.pair_error.append(((y_G - G @ s).norm() / y_G.norm()).item())
         run.distance.append(distance(spectrum(visited.T @ H @ visited, target)))
         run.elsewhere.append((SQRT_DAMPING * H @ rest - rest).norm().item())
@@ -108,12 +108,12 @@ def learn_G(make: Callable[[nn.Module], KroneckerOptimizer], x: Tensor, y: Tenso
 # ------------------------------------------------------------------------------------------ H_A
 
 
-class FromIdentity(InputSide):
+class FromIdentity(InputInverse):
     """Starts from I / λ_A instead of from the first inverse, so that there is something to learn."""
 
-    def start(self, state: State, A: Tensor, damping: Tensor) -> None:  # noqa: D102
-        super().start(state, A, damping)
-        state["H_A"] = torch.eye(A.shape[-1], dtype=A.dtype) / damping
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        super().start(state, like, measured, damping)
+        state["H_A"] = torch.eye(like.shape[-1], dtype=like.dtype) / damping
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,14 @@ class MovingAverage(FromIdentity, MovingHessianAction):
     """K-BFGS-20; with decay = 1 the average stays what the warm start has made it."""
 
 
-SIDES: dict[str, InputSide] = {
+RULES: dict[str, InputInverse] = {
     "A of all data": MovingAverage(decay=1.0),
     "moving average (K-BFGS-20)": MovingAverage(decay=0.9),
     "A of the minibatch (K-BFGS)": OneMinibatch(),
 }
 
 
-def learn_A(side: InputSide, x: Tensor, y: Tensor, steps: int) -> list[Tensor]:
+def learn_A(rule: InputInverse, x: Tensor, y: Tensor, steps: int) -> list[Tensor]:
     """Let H_A learn from minibatches; return the eigenvalues of H_A (A + λ_A I) by iteration."""
     model = linear_net(x.shape[1])
     a = torch.cat((x, x.new_ones(len(x), 1)), dim=1)
@@ -142,7 +142,7 @@ def learn_A(side: InputSide, x: Tensor, y: Tensor, steps: int) -> list[Tensor]:
     optimizer = KroneckerOptimizer(
         model,
         model[0].parameters(),
-        recipe=replace(KBFGS.recipe, input_side=side),
+        recipe=replace(KBFGS.recipe, input_inverse=rule),
         lr=0.0,
         damping=DAMPING,
         curvature_update_freq=1,
@@ -245,7 +245,7 @@ def main() -> int:
             lambda model: KBFGSL(model, model[0].parameters(), history_size=20, **options), x, y, steps
         ),
     }
-    spectra = {name: learn_A(side, x, y, steps) for name, side in SIDES.items()}
+    spectra = {name: learn_A(rule, x, y, steps) for name, rule in RULES.items()}
     console = Console()
     show(console, runs, spectra)
     plot(runs, spectra, args.out)

@@ -94,7 +94,7 @@ def variance(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 @dataclass
-class Run:
+class Trajectory:
     """One training, by iteration; L and σ² are the largest that were found along it."""
 
     losses: list[float] = field(default_factory=list)
@@ -110,9 +110,9 @@ class Run:
         return np.cumsum(self.squares) / np.arange(1, len(self.squares) + 1)
 
 
-def train(lr: float | Callable[[int], float], steps: int, x: Tensor, y: Tensor) -> Run:
+def train(lr: float | Callable[[int], float], steps: int, x: Tensor, y: Tensor) -> Trajectory:
     """Train with ProvableKBFGSL, and note all that the theorem speaks of."""
-    model, run = sigmoid_net(), Run()
+    model, run = sigmoid_net(), Trajectory()
     optimizer = ProvableKBFGSL(model, lr=lr, damping_A=DAMPING_A, damping_G=DAMPING_G, history_size=PAIRS)
     generator = torch.Generator().manual_seed(1)
     for k in range(steps):
@@ -154,7 +154,7 @@ class Bound:
     values: np.ndarray
 
     @classmethod
-    def of(cls, run: Run, low: float, high: float, lipschitz: float) -> "Bound":
+    def of(cls, run: Trajectory, low: float, high: float, lipschitz: float) -> "Bound":
         """From the constants that its step sizes were made of; 0 is a lower bound of the loss."""
         K = np.arange(1, len(run.squares) + 1)
         first = 2 * lipschitz * max(run.losses) * (high / low) ** 2 * K ** (BETA - 1)
@@ -175,7 +175,7 @@ NAMES = ("lemma's κ", "measured κ", "constant step")
 COLORS = dict(zip(NAMES, ("#7a7a85", "#0b5fa5", "#e07b00"), strict=True))
 
 
-def plot(runs: dict[str, Run], bounds: dict[str, Bound], path: Path) -> None:
+def plot(runs: dict[str, Trajectory], bounds: dict[str, Bound], path: Path) -> None:
     """Draw the running means with their bounds, and the eigenvalues of the inverses with theirs."""
     figure = Figure(figsize=(12.5, 5), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -205,7 +205,7 @@ def plot(runs: dict[str, Run], bounds: dict[str, Bound], path: Path) -> None:
     figure.savefig(path)
 
 
-def show(console: Console, runs: dict[str, Run], bounds: dict[str, Bound]) -> None:
+def show(console: Console, runs: dict[str, Trajectory], bounds: dict[str, Bound]) -> None:
     """Print the constants, the means and the bounds."""
     table = Table(
         *("step sizes", "α₁", "κ_low", "κ_high", "L", "mean", "bound", "falls like", "loss"),
@@ -228,7 +228,7 @@ def show(console: Console, runs: dict[str, Run], bounds: dict[str, Bound]) -> No
     )
 
 
-def failures(runs: dict[str, Run], bounds: dict[str, Bound]) -> list[str]:
+def failures(runs: dict[str, Trajectory], bounds: dict[str, Bound]) -> list[str]:
     """What the paper says and does not hold."""
     low, high = lemma()
     measured, start = runs[NAMES[1]], 10

@@ -1,12 +1,16 @@
 """What holds for every test: a fixed seed, few threads, and GPU tests only where there is a GPU."""
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-# The tensors are small: more threads cost more than they bring, and sums vary with their number.
-torch.set_num_threads(min(2, torch.get_num_threads()))
+# The tensors are small: more threads cost more than they bring, sums vary with their number, and threads of workers
+# that run side by side wait for each other.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,3 +27,11 @@ def _seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_flush_denormal(False)  # as a program sets that ran in this process
+
+
+def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
+    """Names without addresses in memory: workers that run side by side must collect the same tests."""
+    if isinstance(val, partial):
+        options = ",".join(f"{key}={value}" for key, value in val.keywords.items() if not isinstance(value, Tensor))
+        return f"{getattr(val.func, '__name__', 'partial')}({options})"
+    return getattr(val, "__name__", None) if callable(val) else None

@@ -15,14 +15,13 @@ import torch
 import tyro
 from filelock import FileLock
 
-from examples.paper import records
 from examples.paper.cli import COMMANDS, main
 from examples.paper.defaults import make_cell
 from examples.paper.jobs import ROOT
-from examples.paper.page import TABLE_FILE, describe
-from examples.paper.results import RESULTS, to_line
+from examples.paper.sources import RESULTS, TABLE_FILE, describe, to_line
 from tests.test_paper_problems import write_cifar10, write_cifar100
 from tests.test_paper_report import lines as result_lines
+from workloads import records
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
@@ -167,7 +166,7 @@ def test_run_takes_subnormal_numbers_for_zero(tmp_path: Path) -> None:
 def test_so_does_every_thread_that_torch_starts() -> None:
     program = """
 import torch
-from examples.paper import environment
+from workloads import environment
 environment.prepare(2)
 assert torch.get_num_threads() == 2
 x = torch.full((2**22,), torch.finfo(torch.float32).tiny)

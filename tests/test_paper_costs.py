@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.paper import records
 from examples.paper.cli import main
-from examples.paper.costs.formulas import (
+from examples.paper.costs import render_costs
+from tests.test_paper_report import ENVIRONMENT
+from workloads import records
+from workloads.bench import Bench
+from workloads.cost_formulas import (
     PAIRS,
     STATE_PARTS,
     TIME_PARTS,
@@ -15,11 +18,9 @@ from examples.paper.costs.formulas import (
     multiplications,
     state_numbers,
 )
-from examples.paper.costs.measure import Bench
-from examples.paper.costs.report import render_costs
-from examples.paper.costs.workload import LayerSize, layer_sizes, of_problem
-from examples.paper.methods import METHODS
-from tests.test_paper_report import ENVIRONMENT
+from workloads.layer_sizes import LayerSize, layer_sizes
+from workloads.methods import METHODS
+from workloads.workload import of_problem
 
 CPU = torch.device("cpu")
 LAYER = LayerSize(J=27, I=16, T=64, groups=1)

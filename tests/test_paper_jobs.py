@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from examples.paper import records
 from examples.paper.cli import main
 from examples.paper.defaults import paper_cell
 from examples.paper.jobs import ROOT, pending
 from examples.paper.progress import Board, fraction_done
-from examples.paper.results import RESULTS, finished_keys, load
+from examples.paper.results import load
+from examples.paper.sources import RESULTS, finished_keys
 from examples.paper.training import Status, Training
 from examples.paper.worker import Job, work
+from workloads import records
 
 MEASURED = ["epoch", "iteration", "lr", "minibatch_loss", "train_loss"]
 

@@ -7,10 +7,10 @@ from torch import nn
 from examples.paper import paper_values
 from examples.paper.cell import Cell
 from examples.paper.defaults import differs_from_paper, frequencies, make_cell, paper_cell
-from examples.paper.losses import CROSS_ENTROPY
-from examples.paper.methods import METHODS, MOMENTUM, Settings
-from examples.paper.objective import minibatch
 from examples.paper.tables import TABLES, cells_of, grid, parse_changes
+from workloads.losses import CROSS_ENTROPY
+from workloads.methods import METHODS, MOMENTUM, Settings
+from workloads.objective import minibatch
 
 
 def batch(net: nn.Module):
@@ -104,7 +104,7 @@ def test_a_method_has_the_frequencies_that_its_optimizer_has(method: str) -> Non
     group = optimizer.param_groups[0]
     kfac = {"update_freq": 100, "stats_update_freq": 10}
     assert found == (kfac if type(optimizer).__name__ == "KFAC" else {"update_freq": 20})
-    names = {"curvature_update_freq": "stats_update_freq", "inverse_update_freq": "update_freq"}
+    names = {"stats_update_freq": "stats_update_freq", "inverse_update_freq": "update_freq"}
     if METHODS[method].is_kfac:
         assert {name: group[name] for name in names} == {name: kfac[ours] for name, ours in names.items()}
 

@@ -1,4 +1,4 @@
-"""The page docs/experiments/README.md is what `report` makes of the results beside it."""
+"""The page docs/experiments/README.md is what `report` makes of the files that it names."""
 
 from pathlib import Path
 
@@ -7,14 +7,15 @@ import pytest
 from examples.paper.cli import main
 from examples.paper.results import load
 from tests.test_paper_rows import DOCS
+from tests.test_results import RESULTS
 
 EXPERIMENTS = DOCS / "experiments"
 # As they follow each other on the page.
-TABLES = ["table-1", "curves", "cnn", "cnn-grid"]
+SOURCES = ["table-1", "curves-generated", "cnn-mnist", "cnn-mnist-search", "mnist-autoencoder-long"]
 
 
 def sources() -> list[Path]:
-    return [*(EXPERIMENTS / name for name in TABLES), *sorted((EXPERIMENTS / "long").glob("*.jsonl"))]
+    return [RESULTS / f"{name}.jsonl" for name in SOURCES]
 
 
 def body(page: Path) -> str:
@@ -22,10 +23,11 @@ def body(page: Path) -> str:
     return "\n".join(line for line in page.read_text().splitlines() if not line.startswith("Made by"))
 
 
-def test_the_page_is_made_from_the_results_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_made_from_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["report", *map(str, sources()), "--page", str(tmp_path / "README.md")])
     capsys.readouterr()
     assert body(tmp_path / "README.md") == body(EXPERIMENTS / "README.md")
+    assert " ".join(f"results/{name}.jsonl" for name in SOURCES) in (EXPERIMENTS / "README.md").read_text()
     drawn = {path.name for path in (tmp_path / "figures").iterdir()}
     assert drawn == {path.name for path in (EXPERIMENTS / "figures").iterdir()}
 
@@ -40,8 +42,9 @@ def test_every_finished_run_tells_its_machine_and_command() -> None:
 
 def test_what_is_said_of_adam_is_in_its_logs() -> None:
     text = " ".join((DOCS / "results.md").read_text().split())
+    results = {result.cell.method: result for result in load([RESULTS / "mnist-autoencoder-long.jsonl"])}
     for name in ("adam", "adam-2020"):
-        (result,) = load([EXPERIMENTS / "long" / f"{name}.jsonl"])
+        result = results[name]
         losses = result.epochs.dropna(subset="train_loss").set_index("epoch")["train_loss"]
         first = {
             level: next((int(e) for e, loss in losses.items() if loss <= level), None) for level in (60, 56, 54, 52.76)

@@ -12,14 +12,14 @@ import torch
 from scipy.io import savemat
 from torch import nn
 
-from examples.paper import datasets
-from examples.paper.augment import crop_and_flip
-from examples.paper.curves import SIZE, curve_images
-from examples.paper.data import Split
-from examples.paper.datasets import MissingData
-from examples.paper.losses import BINARY_CROSS_ENTROPY, SQUARED_ERROR
-from examples.paper.problems import PROBLEMS
 from tests.test_examples import write_mnist
+from workloads import datasets
+from workloads.augment import crop_and_flip
+from workloads.curves import SIZE, curve_images
+from workloads.data import Split
+from workloads.datasets import MissingData
+from workloads.losses import BINARY_CROSS_ENTROPY, SQUARED_ERROR
+from workloads.problems import PROBLEMS
 
 
 def layers(net: nn.Module, kind: type) -> list:

@@ -7,18 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from examples.paper import environment, records
 from examples.paper.cli import main
 from examples.paper.commands import recorded
-from examples.paper.nets import autoencoder
 from kfqn_ext.linalg import damped_inverse
 from tests.test_examples import write_mnist
+from workloads import environment, records
+from workloads.nets import autoencoder
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def test_the_page_has_the_table_of_the_log_beside_it() -> None:
-    table = recorded.render(DOCS / "results" / "recorded" / "kfac.jsonl")
+def test_the_page_has_the_table_of_the_log() -> None:
+    table = recorded.render(DOCS.parent / "results" / "kfac-beside-the-record.jsonl")
     assert table.count("| 9999 |") == 6  # five runs and their mean
     assert table in (DOCS / "results.md").read_text()
 

@@ -9,11 +9,11 @@ from urllib.error import URLError
 import pytest
 import torch
 
-from examples.paper import environment, records
 from examples.paper.cell import Cell
 from examples.paper.cli import main
 from examples.paper.commands import recorded
 from tests.test_examples import write_mnist
+from workloads import environment, records
 
 
 def run(out: Path, *more: str) -> None:
@@ -108,4 +108,4 @@ def test_recorded_runs_again_what_it_has_only_shorter_or_in_other_minibatches(
 def test_the_command_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["run", "--out", "runs/a b.jsonl", "--found", "it's"]
     monkeypatch.setattr(sys, "argv", ["program", *arguments])
-    assert shlex.split(environment.command()) == ["python", "-m", "examples.paper", *arguments]
+    assert shlex.split(environment.command("examples.paper")) == ["python", "-m", "examples.paper", *arguments]

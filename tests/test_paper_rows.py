@@ -1,21 +1,22 @@
-"""The tables in docs/results.md are what the command prints from the logs beside them."""
+"""The tables in docs/results.md have the rows that the command prints from the logs."""
 
 from pathlib import Path
 
 import pytest
 
 from examples.paper import rows
-from examples.paper.records import read
+from examples.paper.sources import logs
+from workloads import records
 
 DOCS = Path(__file__).parents[1] / "docs"
-LOGS = sorted(path for path in (DOCS / "results").glob("*.jsonl") if path.name != "mnist-cnn.jsonl")
+RUNS = DOCS.parent / "results" / "mnist-autoencoder.jsonl"
 
 
-def test_rows_of_the_page_and_logs_beside_it_are_the_same() -> None:
+def test_rows_of_the_page_and_of_the_logs_are_the_same() -> None:
     """Cell by cell under its heading, but for empty ones: tables of short runs have fewer columns."""
     page = _rows((DOCS / "results.md").read_text())
     assert len(page) > 20
-    assert page == _rows(rows.table([read(path) for path in LOGS]))
+    assert page == _rows(rows.table(logs(RUNS)))
 
 
 def _rows(text: str) -> set[tuple[tuple[str, str], ...]]:
@@ -41,7 +42,7 @@ def _rows(text: str) -> set[tuple[tuple[str, str], ...]]:
     ],
 )
 def test_a_run_that_diverged_says_so_after_the_last_epoch_it_has(logged: list[int], losses: dict[str, str]) -> None:
-    log = read(DOCS / "results" / "kbfgs-limA3-s0.jsonl")
+    log = logs(RUNS)[0]
     epoch = log[1]
     whole = [log[0], epoch | {"epoch": 8.0, "train_loss": 9.0}, {"kind": "end", "outcome": "finished"}]
     epochs = [epoch | {"epoch": float(e), "iteration": e, "train_loss": 9.0} for e in logged]
@@ -52,6 +53,11 @@ def test_a_run_that_diverged_says_so_after_the_last_epoch_it_has(logged: list[in
 
 
 def test_a_figure_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows.main([*map(str, LOGS[:2]), "--figure", str(tmp_path / "out" / "loss.png")])
+    """Of two gathered logs, and of one that has no end yet."""
+    gathered, begun = tmp_path / "gathered.jsonl", tmp_path / "begun.jsonl"
+    gathered.write_text("".join(RUNS.read_text().splitlines(keepends=True)[:2]))
+    records.replace(begun, logs(RUNS)[2][:3])
+    rows.main([str(gathered), str(begun), "--figure", str(tmp_path / "out" / "loss.png")])
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
-    assert "| method |" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "| method |" in table and len([line for line in table.splitlines() if line.startswith("| K-BFGS")]) == 3

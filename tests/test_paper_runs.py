@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from examples.paper import records
 from examples.paper.cell import Cell
-from examples.paper.data import Data
 from examples.paper.defaults import make_cell, paper_cell
-from examples.paper.problems import PROBLEMS
-from examples.paper.records import Refused
 from examples.paper.run import checkpoint_path, run
 from examples.paper.training import Training
+from workloads import records
+from workloads.data import Data
+from workloads.problems import PROBLEMS
+from workloads.records import Refused
 
 CPU = torch.device("cpu")
 MEASURED = ("epoch", "iteration", "lr", "minibatch_loss", "train_loss")

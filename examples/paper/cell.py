@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from examples.paper.methods import METHODS, Settings, early, geometric
-from examples.paper.problems import PROBLEMS
+from workloads.methods import METHODS, Settings, early, geometric
+from workloads.problems import PROBLEMS
 
 Frequency = int | Literal["geometric", "early"]
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import tyro
 
 from examples.paper.commands.costs import CostsRun
+from examples.paper.commands.gather import Gather
 from examples.paper.commands.recorded import Recorded
 from examples.paper.commands.report import Report
 from examples.paper.commands.run import Run
@@ -14,6 +15,7 @@ from examples.paper.commands.table import TableRun
 COMMANDS = {
     "run": Run,
     "table": TableRun,
+    "gather": Gather,
     "report": Report,
     "costs": CostsRun,
     "recorded": Recorded,

@@ -5,12 +5,12 @@ from typing import Any
 
 from examples.paper import paper_values
 from examples.paper.cell import Cell
-from examples.paper.methods import METHODS
-from examples.paper.problems import PROBLEMS
+from workloads.methods import METHODS
+from workloads.problems import PROBLEMS
 
 
 @dataclass(frozen=True)
-class Budget:
+class PaperBudget:
     """When a run ends, with whichever comes first, and how its learning rate decays."""
 
     epochs: int | None = None
@@ -18,21 +18,21 @@ class Budget:
     decay_every: int = 0
 
 
-# Section "Comparison with Goldfarb et al. (2020)", and "CNNs: Generalization Performance".
+# Sections "Comparison with Goldfarb et al. (2020)", sec_17, and "CNNs: Generalization Performance".
 _AUTOENCODER_SECONDS = {"mnist": 500.0, "faces": 2000.0, "curves": 500.0}
-_CNN_FIRST_ORDER = Budget(epochs=200, decay_every=60)
-_CNN_SECOND_ORDER = Budget(epochs=150, decay_every=50)
+_CNN_FIRST_ORDER = PaperBudget(epochs=200, decay_every=60)
+_CNN_SECOND_ORDER = PaperBudget(epochs=150, decay_every=50)
 _CNN_KFAC = {"update_freq": 100, "stats_update_freq": 10}
 _CNN_UPDATE_FREQ = 20
 
 Overrides = dict[str, Any]
 
 
-def budget(problem: str, method: str) -> Budget:
+def budget(problem: str, method: str) -> PaperBudget:
     """The paper's budget."""
     if PROBLEMS[problem].kind == "cnn":
         return _CNN_FIRST_ORDER if METHODS[method].first_order else _CNN_SECOND_ORDER
-    return Budget(seconds=_AUTOENCODER_SECONDS[PROBLEMS[problem].like or problem])
+    return PaperBudget(seconds=_AUTOENCODER_SECONDS[PROBLEMS[problem].like or problem])
 
 
 def frequencies(problem: str, method: str) -> dict[str, int | None]:

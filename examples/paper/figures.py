@@ -11,10 +11,10 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
-from examples.paper.methods import METHODS
-from examples.paper.problems import PROBLEMS
 from examples.paper.results import Result
 from examples.paper.summary import chosen, mean_curve
+from workloads.methods import METHODS
+from workloads.problems import PROBLEMS
 
 _DARK, _LIGHT = plt.get_cmap("tab20").colors[::2], plt.get_cmap("tab20").colors[1::2]
 # Light blue and light gray come last: they are the nearest to others.
@@ -23,7 +23,7 @@ COLORS = dict(zip(METHODS, _ALL, strict=False))
 
 
 def draw(results: Sequence[Result], problem: str, directory: Path, name: str) -> Path | None:
-    """Draw one problem's figure as PNG and PDF; return the PNG's path, or None where there is nothing to draw."""
+    """Draw one problem's figure; return its path, or None where there is nothing to draw."""
     methods = chosen(results, problem)
     if not methods:
         return None
@@ -38,7 +38,6 @@ def draw(results: Sequence[Result], problem: str, directory: Path, name: str) ->
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.png"
     figure.savefig(path, dpi=120)
-    figure.savefig(path.with_suffix(".pdf"))
     plt.close(figure)
     return path
 

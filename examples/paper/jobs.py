@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from examples.paper.cell import Cell
-from examples.paper.results import finished_keys
+from examples.paper.sources import finished_keys
 from examples.paper.training import Status
 from examples.paper.worker import Job
 

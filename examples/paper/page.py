@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pandas as pd
 
-from examples.paper import figures, paper_values, records, summary
-from examples.paper.problems import PROBLEMS
-from examples.paper.results import RESULTS, Result, environments, load, time_column
+from examples.paper import figures, paper_values, summary
+from examples.paper.results import Result, environments, load, time_column
+from examples.paper.sources import RESULTS, TABLE_FILE, table_in
 from examples.paper.tables import TABLES
+from workloads import environment
+from workloads.problems import PROBLEMS
 
-TABLE_FILE = "table.json"
 LEVELS = {"mnist": (60.0, 56.0, 54.0, 52.5), "curves-generated": (100.0, 80.0, 70.0), "vgg8-mnist": (97.0, 98.0, 99.0)}
 
 
 @dataclass(frozen=True)
 class Section:
-    """One directory of ``table``, or logs of ``run``.
+    """One table, or logs of ``run``.
 
     Attributes:
         name: Used for file names.
@@ -53,40 +54,21 @@ class Section:
         return next(section for section in sections if not section.figures & taken)
 
 
-def describe(directory: Path, table: str) -> None:
-    """Write down which table a directory holds.
-
-    Raises:
-        SystemExit: If it holds another.
-    """
-    holds = _table_in(directory)
-    if holds is None:
-        records.write_atomically(directory / TABLE_FILE, json.dumps({"table": table}).encode())
-    elif holds != table:
-        raise SystemExit(
-            f"{directory} holds results of {holds}, and a directory has one table: name another for {table}."
-        )
-
-
-def _table_in(directory: Path) -> str | None:
-    file = directory / TABLE_FILE
-    return json.loads(file.read_text())["table"] if file.exists() else None
-
-
-def section_of_table(directory: Path) -> Section:
-    """The section of a directory that ``table`` wrote."""
-    name, table_name = directory.resolve().name, _table_in(directory)
-    if table_name is None and not (directory / RESULTS).exists():
-        raise ValueError(f"{directory} is no directory of `table`: it has neither {TABLE_FILE} nor {RESULTS}.")
+def section_of_table(source: Path) -> Section:
+    """The section of a directory that ``table`` wrote, or of a file that was gathered from one."""
+    table_name = table_in(source)
+    name = source.stem if source.is_file() else source.resolve().name
+    if table_name is None and not (source / RESULTS).exists():
+        raise ValueError(f"{source} is no directory of `table`: it has neither {TABLE_FILE} nor {RESULTS}.")
     table = TABLES.get(table_name or "")
     title, published = (name, None) if table is None else (f"{table.title} (`{table_name}`)", table.published)
-    return Section(name, title, load([directory]), published)
+    return Section(name, title, load([source]), published)
 
 
-def section_of_runs(logs: Sequence[Path]) -> Section:
-    """One section for logs of ``run``."""
+def section_of_runs(files: Sequence[Path]) -> Section:
+    """One section for logs of ``run``, gathered or not."""
     published = {**paper_values.TABLE_7, **paper_values.TABLE_1}
-    return Section("runs", "Single runs", load(logs), published)
+    return Section("runs", "Single runs", load(files), published)
 
 
 def render(section: Section, page: Path | None) -> str:
@@ -128,22 +110,13 @@ def provenance(results: Sequence[Result]) -> str:
     headers = [r.header for r in results]
     lines = [f"* command: `{command}`" for command in _unique(h["command"] for h in headers)]
     lines += [f"* seeds: {', '.join(_unique(str(r.cell.seed) for r in results))}"]
-    for environment in _unique(json.dumps(e, sort_keys=True) for h in headers for e in environments(h)):
-        lines.append(f"* {machine(json.loads(environment))}")
+    for text in _unique(json.dumps(e, sort_keys=True) for h in headers for e in environments(h)):
+        lines.append(f"* {environment.one_line(json.loads(text))}")
     clocks = {"cpu_seconds": "the process's own, of one thread", "seconds": "the wall clock's"}
     lines.append(f"* seconds of training are {' or '.join(_unique(clocks[time_column(h)] for h in headers))}")
     if any(h.get("jobs", 1) > 1 for h in headers):
         lines.append("* several runs at a time shared this machine: compare their seconds with care")
     return "\n".join(lines)
-
-
-def machine(environment: dict) -> str:
-    """One line about a machine."""
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    return (
-        f"{environment['processor']}, cores: {environment['cores']}, device: {environment['device']}, "
-        f"threads: {environment['threads']}; {environment['system']}, Python {environment['python']}, {versions}"
-    )
 
 
 def markdown(frame: pd.DataFrame) -> str:

@@ -86,7 +86,7 @@ TABLE_7 = {
     "resnet32-cifar100": dict(zip(_TABLE_7_METHODS, (71.46, 71.92, 70.35, 70.18), strict=True)),
 }
 
-# Search ranges, "Details on the Autoencoder Experiments" and "Details on the CNN Experiments".
+# Search ranges, "Details on the Autoencoder Experiments" (sec_15) and "Details on the CNN Experiments" (sec_5).
 _KRONECKER = {
     "lr": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1),
     "damping": (0.03, 0.1, 0.3, 1, 3, 10, 30),

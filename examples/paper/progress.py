@@ -11,8 +11,8 @@ from rich.text import Text
 
 from examples.paper.cell import Cell
 from examples.paper.jobs import Display
-from examples.paper.methods import METHODS
 from examples.paper.training import Status
+from workloads.methods import METHODS
 
 
 def _progress() -> Progress:

@@ -1,6 +1,5 @@
-"""Results of finished runs, read from what ``table`` and ``run`` wrote."""
+"""Results of finished runs, and which of them are the best."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,12 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from examples.paper import records
 from examples.paper.cell import Cell
 from examples.paper.defaults import Overrides
-from examples.paper.problems import PROBLEMS
+from examples.paper.sources import finished
+from workloads.problems import PROBLEMS
 
-RESULTS = "results.jsonl"
 _HYPERPARAMETERS = ("lr", "damping", "weight_decay", "update_freq", "stats_update_freq")
 
 
@@ -66,50 +64,13 @@ def lower_is_better(problem: str) -> bool:
     return PROBLEMS[problem].kind == "autoencoder"
 
 
-def to_line(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """One line that holds a finished run's whole log."""
-    header, *epochs, end = lines
-    return {"kind": "result", "header": header, "epochs": epochs, "end": end}
-
-
-def finished_keys(directory: Path) -> set[str]:
-    """Keys of the cells that have a result."""
-    return {line["header"]["key"] for line in records.read(directory / RESULTS)}
-
-
 def load(paths: Iterable[Path]) -> list[Result]:
-    """Results in directories that ``table`` wrote, and in logs that ``run`` wrote; unfinished runs have none.
+    """Results in what ``table``, ``run`` and ``gather`` wrote; unfinished runs have none.
 
     Raises:
-        ValueError: If a file is neither.
+        ValueError: If a file has no runs.
     """
-    lines = [line for path in paths for line in _finished(path / RESULTS if path.is_dir() else path)]
-    return list({line["header"]["key"]: _result(line) for line in lines}.values())
-
-
-def _finished(file: Path) -> list[dict[str, Any]]:
-    """One line a finished run."""
-    kind = kind_of(file)
-    if kind is None and not (file.exists() and file.stat().st_size):
-        return []  # it has only just begun
-    if kind not in ("header", "result"):
-        said = "no line of a log" if kind is None else f"lines of the kind {kind!r}"
-        raise ValueError(f"{file} has {said}, not the log of a run. Name logs of `run` or directories of `table`.")
-    lines = records.read(file)
-    if kind == "header":
-        return [to_line(lines)] if lines[-1]["kind"] == "end" else []
-    return lines
-
-
-def kind_of(file: Path) -> str | None:
-    """What the first whole line of a file says that it is; None where it says nothing, or there is none."""
-    for line in file.read_bytes().splitlines() if file.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut short, or no text at all
-            continue
-        return record.get("kind") if isinstance(record, dict) else None
-    return None
+    return [_result(line) for line in finished(paths)]
 
 
 def environments(header: dict[str, Any]) -> list[dict[str, Any]]:

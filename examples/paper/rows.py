@@ -2,7 +2,7 @@
 
     python -m examples.paper.rows runs/*.jsonl --figure runs/loss.png
 
-prints the tables of docs/results.md from the files that ``python -m examples.paper run --out`` has written.
+reads what ``python -m examples.paper run --out`` and ``gather`` have written; docs/results.md has rows of this kind.
 """
 
 import argparse
@@ -15,9 +15,9 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from examples.paper.methods import METHODS
-from examples.paper.records import read
 from examples.paper.results import time_column
+from examples.paper.sources import logs
+from workloads.methods import METHODS
 
 EPOCHS = (1, 2, 3, 4, 6, 8, 10, 14, 20)
 
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("logs", type=Path, nargs="+")
     parser.add_argument("--figure", type=Path, help="draw the losses against epochs and seconds")
     options = parser.parse_args(arguments)
-    runs = [read(path) for path in options.logs]
+    runs = [run for path in options.logs for run in logs(path)]
     print(table(runs))
     if options.figure is not None:
         draw(runs, options.figure)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from examples.paper import environment, records
 from examples.paper.cell import Cell
-from examples.paper.data import Data
 from examples.paper.training import Diverged, Status, Training, count_parameters
+from workloads import environment, records
+from workloads.data import Data
 
 Watch = Callable[[Status], None]
 
@@ -117,8 +117,7 @@ def _header(training: Training) -> dict[str, Any]:
         "cell": asdict(training.cell),
         "parameters": count_parameters(training.model),
         "training_data": len(training.train),
-        "command": environment.command(),
-        "environment": environment.describe(training.device),
+        **environment.origin("examples.paper", training.device),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 

@@ -9,8 +9,8 @@ import pandas as pd
 
 from examples.paper.cell import Cell
 from examples.paper.defaults import differs_from_paper
-from examples.paper.methods import METHODS
 from examples.paper.results import Result, best_setting, by_setting, lower_is_better
+from workloads.methods import METHODS
 
 Published = dict[str, dict[str, float]]
 # Of the fields of a cell; KFAC's T is T₂, Adam's damping ε.

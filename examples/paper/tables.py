@@ -8,8 +8,8 @@ from typing import Any, Literal
 from examples.paper import paper_values
 from examples.paper.cell import Cell
 from examples.paper.defaults import Overrides, best, make_cell
-from examples.paper.methods import METHODS
-from examples.paper.problems import PROBLEMS
+from workloads.methods import METHODS
+from workloads.problems import PROBLEMS
 
 Values = Literal["paper", "grid", "found"]
 

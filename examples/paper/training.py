@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from examples.paper.cell import Cell
-from examples.paper.clock import Clock
-from examples.paper.data import Batch, Data, Split
-from examples.paper.methods import METHODS
-from examples.paper.objective import minibatch
-from examples.paper.problems import PROBLEMS
+from examples.paper.phases import PhaseClock
+from workloads.data import Batch, Data, Split
+from workloads.methods import METHODS
+from workloads.objective import minibatch
+from workloads.problems import PROBLEMS
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Training:
         self.batch_size = self.problem.batch_size if cell.batch_size is None else cell.batch_size
         self.model = self.problem.build().to(device)
         self.optimizer = METHODS[cell.method].build(self.model, cell.settings)
-        self.clock = Clock(device)
+        self.clock = PhaseClock(device)
         self.epoch = 0
         self.step = 0
         self._order: torch.Tensor | None = None  # of the data in the epoch that has begun

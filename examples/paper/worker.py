@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from examples.paper import environment, records
 from examples.paper.cell import Cell
-from examples.paper.problems import PROBLEMS
-from examples.paper.results import RESULTS, finished_keys, to_line
 from examples.paper.run import checkpoint_path, run
+from examples.paper.sources import RESULTS, finished_keys, to_line
 from examples.paper.training import Status
+from workloads import environment, records
+from workloads.problems import PROBLEMS
 
 _SECONDS_BETWEEN_REPORTS = 0.3
 

@@ -1,7 +1,7 @@
 """Kronecker factors of a layer, by definition: A and G of ``eq_8``, Ω and Γ of ``algo_1``, and an optimizer's."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,15 +9,14 @@ from tqdm import tqdm
 
 from kfqn_ext.curvature.problem import LayerLoss
 from kfqn_ext.curvature.products import OutputHessian, couples_data, loss_hessian, one_tensor
-from kfqn_ext.linalg import compact_matrix
+from kfqn_ext.linalg.operators import Inverses
 
 
-class HasState(Protocol):
-    """An optimizer as this package sees it: state by parameter; ``param_groups`` are looked at where it has them."""
+class HoldsInverses(Protocol):
+    """An optimizer as this package sees it."""
 
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        """State by parameter."""
+    def inverses(self, weight: Tensor) -> Inverses | None:
+        """H_A and H_G of the layer with this weight; None where it holds none (yet)."""
 
 
 NOT_CONVEX = (
@@ -183,32 +182,12 @@ def expected_fisher_factor(hessian: OutputHessian, roots: Roots, probes: int) ->
     return Gamma / (N * T)
 
 
-def held_inverses(optimizer: HasState, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """The H_A and H_G that an optimizer holds for a layer, ``eq_18``.
-
-    Args:
-        optimizer: Any object with ``state[weight]`` holding ``H_A`` and ``H_G``, or ``pairs``, ``K`` and ``gamma``.
-        weight: The layer's weight.
-        dtype: Dtype of the result.
-
-    Returns:
-        H_A [*B, d_in, d_in] and H_G [*B, d_out, d_out], or None where it holds none (yet).
-    """
-    state = optimizer.state.get(weight, {})
-    if "H_A" not in state:
-        return None
-    H_A = state["H_A"].detach().to(dtype)
-    if "H_G" in state:
-        return H_A, state["H_G"].detach().to(dtype)
-    if "pairs" in state:
-        return H_A, compact_matrix(*(state[key].detach().to(dtype) for key in ("pairs", "K", "gamma")))
-    return None
+def held_inverses(optimizer: HoldsInverses, weight: Tensor) -> Inverses | None:
+    """What an optimizer holds for a layer; None where it holds nothing, as any other than this package's."""
+    return optimizer.inverses(weight) if hasattr(optimizer, "inverses") else None
 
 
-def held_damping(optimizer: HasState, weight: Tensor) -> float | None:
-    """λ of the group that holds a weight; None where there is none."""
-    for group in getattr(optimizer, "param_groups", ()):
-        if any(p is weight for p in group["params"]):
-            value = group.get("damping")
-            return None if value is None else float(value)
-    return None
+def held_damping(optimizers: Mapping[str, HoldsInverses], weight: Tensor) -> float | None:
+    """λ of the first optimizer that names one for a layer; None where none does."""
+    held = (held_inverses(optimizer, weight) for optimizer in optimizers.values())
+    return next((h.damping for h in held if h is not None and h.damping is not None), None)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfqn_ext.curvature.comparison import Yardstick
 from kfqn_ext.curvature.entry import measuring
 from kfqn_ext.curvature.exact import MEMORY_BUDGET, check_budget, form
-from kfqn_ext.curvature.factors import NOT_CONVEX, HasState, gram, has_negative, held_damping
-from kfqn_ext.curvature.measure import Yardstick
+from kfqn_ext.curvature.factors import NOT_CONVEX, HoldsInverses, gram, has_negative, held_damping
 from kfqn_ext.curvature.problem import LayerLoss, LossFn, UnusedLayerError, layer_names
 from kfqn_ext.curvature.products import HessianProduct, OutputGGN, OutputHessian, not_one_tensor
 from kfqn_ext.curvature.report import FLOOR, GRADIENT, CurvatureReport, LayerReport
@@ -32,7 +32,7 @@ def curvature_ladder(
     x: Any,
     y: Any,
     layers: Sequence[str | nn.Module] | None = None,
-    optimizers: Mapping[str, HasState] | HasState | None = None,
+    optimizers: Mapping[str, HoldsInverses] | HoldsInverses | None = None,
     *,
     damping: float | None = None,
     extra: Extra | None = None,
@@ -66,8 +66,9 @@ def curvature_ladder(
         x: The model's input, one minibatch.
         y: The targets.
         layers: Names of layers, or layers; all that can be measured if None.
-        optimizers: Trained optimizers of this model by the name to show, or one; anything with ``state[weight]``
-            holding H_A and H_G. λ is that of its ``param_groups``, and ``damping`` where they name none.
+        optimizers: Trained optimizers of this model by the name to show, or one; anything with a method
+            ``inverses(weight)`` that returns :class:`~kfqn_ext.linalg.Inverses`. λ_A and λ_G are those it names, and
+            ``damping`` in ``algo_8``'s split where it names none.
         damping: λ for the directions of all rungs that hold no damping of their own. If None, the first
             optimizer's; without one, a hundredth of the block's largest eigenvalue in absolute value, plus what
             makes the block positive semidefinite.
@@ -152,7 +153,7 @@ def check_memory(problems: Sequence[LayerLoss], memory_budget: int, optimizers: 
         check_budget(problem, memory_budget, matrices=_MATRICES + optimizers, more=more)
 
 
-def by_name(optimizers: Mapping[str, HasState] | HasState | None) -> Mapping[str, HasState]:
+def by_name(optimizers: Mapping[str, HoldsInverses] | HoldsInverses | None) -> Mapping[str, HoldsInverses]:
     """Name a single optimizer by its class."""
     if optimizers is None:
         return {}
@@ -161,7 +162,7 @@ def by_name(optimizers: Mapping[str, HasState] | HasState | None) -> Mapping[str
 
 def layer_ladder(
     problem: LayerLoss,
-    optimizers: Mapping[str, HasState],
+    optimizers: Mapping[str, HoldsInverses],
     damping: float | None = None,
     extra: Extra | None = None,
     progress: bool = False,
@@ -213,10 +214,9 @@ def _form_block(problem: LayerLoss, progress: bool) -> tuple[Tensor, Tensor]:
     return (block, gradient) if problem.geometry.blocks else (block.unsqueeze(0), gradient.unsqueeze(0))
 
 
-def _default_damping(problem: LayerLoss, optimizers: Mapping[str, HasState], spectrum: Tensor) -> float:
-    held = [held_damping(optimizer, problem.weight) for optimizer in optimizers.values()]
-    first = next((value for value in held if value is not None), None)
-    return first if first is not None else default_damping(float(spectrum[0]), float(spectrum[-1]))
+def _default_damping(problem: LayerLoss, optimizers: Mapping[str, HoldsInverses], spectrum: Tensor) -> float:
+    held = held_damping(optimizers, problem.weight)
+    return held if held is not None else default_damping(float(spectrum[0]), float(spectrum[-1]))
 
 
 def indefinite(lowest: float, damping: float) -> list[str]:

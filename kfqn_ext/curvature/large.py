@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfqn_ext.curvature import metrics
+from kfqn_ext.curvature.comparison import add_factor_errors
 from kfqn_ext.curvature.entry import measuring
 from kfqn_ext.curvature.estimates import Probed
 from kfqn_ext.curvature.exact import mebibytes
 from kfqn_ext.curvature.factors import (
     NOT_CONVEX,
-    HasState,
+    HoldsInverses,
     Roots,
     expected_fisher_factor,
     gauss_newton_roots,
@@ -28,8 +29,7 @@ from kfqn_ext.curvature.factors import (
 )
 from kfqn_ext.curvature.krylov import nearest_kronecker_of_roots, spectral_norm
 from kfqn_ext.curvature.ladder import COUPLED, by_name, check_numbers, default_damping, indefinite, used_layers
-from kfqn_ext.curvature.measure import add_factor_errors
-from kfqn_ext.curvature.operators import KroneckerOperator, Multiplication, Operator, RootsOperator, ScaledIdentity
+from kfqn_ext.curvature.operators import IdentityOperator, KroneckerOperator, Multiplication, Operator, RootsOperator
 from kfqn_ext.curvature.problem import LayerLoss, LossFn
 from kfqn_ext.curvature.products import HessianProduct, OutputHessian
 from kfqn_ext.curvature.report import FLOOR, GRADIENT, HELD, CurvatureReport, LayerReport, Row
@@ -62,7 +62,7 @@ def estimate_curvature(
     x: Any,
     y: Any,
     layers: Sequence[str | nn.Module] | None = None,
-    optimizers: Mapping[str, HasState] | HasState | None = None,
+    optimizers: Mapping[str, HoldsInverses] | HoldsInverses | None = None,
     *,
     damping: float | None = None,
     probes: int = 16,
@@ -133,7 +133,7 @@ class _LayerEstimate:
     def __init__(
         self,
         problem: LayerLoss,
-        optimizers: Mapping[str, HasState],
+        optimizers: Mapping[str, HoldsInverses],
         location_probes: int,
         memory_budget: int,
         progress: bool,
@@ -210,7 +210,7 @@ class _LayerEstimate:
                 continue
             operator = KroneckerOperator(*self._blocks((torch.linalg.inv(held.H_A), torch.linalg.inv(held.H_G))))
             yield OperatorRung(f"{name}: {HELD}", "eq_18", operator, held.damping, held)
-        yield OperatorRung(GRADIENT, "", ScaledIdentity(damping), damping)
+        yield OperatorRung(GRADIENT, "", IdentityOperator(damping), damping)
         if self.roots is not None:
             yield OperatorRung("Gauss-Newton", "", RootsOperator(*self.roots))
         if facts.Gamma is not None:
@@ -247,10 +247,9 @@ class _LayerEstimate:
     def _damping(self, damping: float | None, ends: Tensor | None) -> float:
         if damping is not None:
             return damping
-        held = (held_damping(o, self.problem.weight) for o in self.optimizers.values())
-        first = next((value for value in held if value is not None), None)
-        if first is not None:
-            return first
+        held = held_damping(self.optimizers, self.problem.weight)
+        if held is not None:
+            return held
         assert ends is not None
         return default_damping(float(ends[0]), float(ends[-1]))
 

@@ -37,7 +37,7 @@ class Multiplication(Operator):
 
 
 @dataclass(frozen=True)
-class ScaledIdentity(Operator):
+class IdentityOperator(Operator):
     """A multiple of the identity: what gradient descent takes the curvature for."""
 
     scale: float

@@ -7,7 +7,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from kfqn_ext.curvature.factors import HasState, held_damping, held_inverses
+from kfqn_ext.curvature.factors import HoldsInverses, held_inverses
 from kfqn_ext.curvature.metrics import damped_solve
 from kfqn_ext.curvature.problem import LayerLoss
 from kfqn_ext.curvature.products import OutputHessian
@@ -104,39 +104,23 @@ class Held:
     start_G: Tensor
 
     @classmethod
-    def of(cls, problem: LayerLoss, optimizer: HasState, facts: Facts, damping: float) -> "Held | None":
-        """Read an optimizer's public state; None where it holds no inverses for the layer (yet).
+    def of(cls, problem: LayerLoss, optimizer: HoldsInverses, facts: Facts, damping: float) -> "Held | None":
+        """Read what an optimizer holds; None where it holds no inverses for the layer (yet).
 
-        λ is the optimizer's, and ``damping`` where it names none. Its split is the optimizer's,
-        ``optimizer.recipe.split``, and ``algo_8``'s where it has none.
+        λ_A and λ_G are the optimizer's; where it names none, ``damping`` in ``algo_8``'s split.
         """
-        inverses = held_inverses(optimizer, problem.weight, problem.W.dtype)
-        if inverses is None:
+        held = held_inverses(optimizer, problem.weight)
+        if held is None:
             return None
-        H_A, H_G = (H if problem.geometry.blocks else H.unsqueeze(0) for H in inverses)
-        G = facts.Gamma if "Gamma" in optimizer.state[problem.weight] and facts.Gamma is not None else facts.G
-        own = held_damping(optimizer, problem.weight)
-        lam = damping if own is None else own
-        split = getattr(getattr(optimizer, "recipe", None), "split", None)
-        damping_A, damping_G = facts.spatial(lam) if split is None else split(lam, _Balance.of(facts))
+        H_A, H_G = (
+            H.to(problem.W.dtype) if problem.geometry.blocks else H.to(problem.W.dtype).unsqueeze(0)
+            for H in held.dense()
+        )
+        G = facts.Gamma if held.fisher and facts.Gamma is not None else facts.G
+        damping_A, damping_G = facts.spatial(damping) if held.dampings is None else held.dampings
         known = ((facts.A, damping_A), (G, damping_G), (torch.zeros_like(G), damping_G))
-        aims = [_inverse(M, damping) for M, damping in known]
-        return cls(H_A, H_G, float(torch.as_tensor(damping_A * damping_G).mean()), *aims)
-
-
-@dataclass(frozen=True)
-class _Balance:
-    """What the splits of ``kfqn_ext.optim.splits`` ask for; that wing of the house is not imported here."""
-
-    num_locations: float
-    power_A: Tensor
-    power_G: Tensor
-
-    @classmethod
-    def of(cls, facts: Facts) -> "_Balance":
-        G = facts.G if facts.Gamma is None else facts.Gamma
-        power_A, power_G = (M.diagonal(dim1=-2, dim2=-1).mean(-1) for M in (facts.A, G))
-        return cls(facts.num_locations, power_A, power_G)
+        aims = [_inverse(M, value) for M, value in known]
+        return cls(H_A, H_G, damping if held.damping is None else held.damping, *aims)
 
 
 def paper_rungs(hessian: OutputHessian, sums: KroneckerSums, facts: Facts) -> list[Rung]:
@@ -177,7 +161,7 @@ def fisher_rungs(gauss_newton: KroneckerSums | None, facts: Facts) -> list[Rung]
 
 
 def held_rungs(
-    problem: LayerLoss, optimizers: Mapping[str, HasState], facts: Facts, damping: float
+    problem: LayerLoss, optimizers: Mapping[str, HoldsInverses], facts: Facts, damping: float
 ) -> Iterator[Rung | str]:
     """Build H_A⁻¹ ⊗ H_G⁻¹ of each optimizer, or say that it has none.
 
@@ -221,7 +205,7 @@ def extra_rungs(problem: LayerLoss, extra: Extra | None) -> list[Rung]:
 
 def plus(matrix: Tensor, damping: float | Tensor) -> Tensor:
     """M + λI: [*B, d, d], λ a number or [*B]."""
-    damping = damping.unsqueeze(-1) if isinstance(damping, Tensor) else damping
+    damping = damping.to(matrix).unsqueeze(-1) if isinstance(damping, Tensor) else damping
     damped = matrix.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping)
     return damped

@@ -31,7 +31,8 @@ class KroneckerSums:
 def kronecker_sums(hessian: OutputHessian | OutputGGN, progress: bool = False) -> KroneckerSums:
     """Sum A_{t,t'} ⊗ G_{t,t'} without keeping the G_{t,t'}: one row of the Hessian by the outputs at a time.
 
-    Costs T · d_out products for independent data, N times as many for coupled data.
+    Nor is any A_{t,t'} = a_t a_t'ᵀ, ``eq_5``, formed. Costs T · d_out products for independent data, N times as many
+    for coupled data.
 
     Args:
         hessian: Products with the Hessian of f by the layer's outputs, or with its Gauss-Newton part. The sums of the
@@ -100,7 +101,7 @@ def uncorrelated_locations(a: Tensor, G_tt: Tensor) -> Tensor:
 
 
 def one_product_per_datum(a: Tensor, G_tt: Tensor) -> Tensor:
-    """E_n[(Σ_t A_{t,t}(n)) ⊗ (mean_t G_{t,t}(n))], ``eq_2.5``: the arguments and result of ``eq_{1.5}``."""
+    """E_n[(Σ_t A_{t,t}(n)) ⊗ (mean_t G_{t,t}(n))], ``eq_2.5`` by ``eq_2``: arguments and result of ``eq_{1.5}``."""
     A = torch.einsum("ntgj,ntgk->ngjk", a, a)
     return _sum([(A, G_tt.mean(1))]) / a.shape[0]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from kfqn_ext.curvature.entry import measuring
 from kfqn_ext.curvature.exact import MEMORY_BUDGET
-from kfqn_ext.curvature.factors import HasState
+from kfqn_ext.curvature.factors import HoldsInverses
 from kfqn_ext.curvature.ladder import check_memory, check_numbers, curvature_ladder, used_layers
 from kfqn_ext.curvature.lazy import need
 from kfqn_ext.curvature.plots import plot_tracks
@@ -25,7 +25,9 @@ class CurvatureTracker:
         step: How many times it was called.
     """
 
-    def __init__(self, optimizer: HasState, steps: int | Container[int], name: str, ladder: dict[str, Any]) -> None:
+    def __init__(
+        self, optimizer: HoldsInverses, steps: int | Container[int], name: str, ladder: dict[str, Any]
+    ) -> None:
         """Hold the arguments of the comparison."""
         self.reports: list[tuple[int, CurvatureReport]] = []
         self.step = 0
@@ -75,7 +77,7 @@ class CurvatureTracker:
 
 @measuring()
 def track_curvature(
-    optimizer: HasState,
+    optimizer: HoldsInverses,
     model: nn.Module,
     loss_fn: LossFn,
     x: Any,
@@ -107,7 +109,7 @@ def track_curvature(
         [2, 4]
 
     Args:
-        optimizer: An optimizer with ``state[weight]`` holding H_A and H_G.
+        optimizer: An optimizer with ``inverses(weight)``, as those of this package have.
         model: The model that it trains. Measurements leave it, and all random numbers, as they are.
         loss_fn: Maps (model output, y) to a scalar, a mean over data.
         x: Input of the minibatch to measure on, the same in all measurements.

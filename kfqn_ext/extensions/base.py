@@ -65,7 +65,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         Args:
             reduction: "mean" or "sum": what the loss does over the data of a batch. The gradient that reaches a
                 layer carries no trace of it, and quantities are per datum.
-            subsampling: Which data of each batch to measure: indices, a share in (0.0, 1.0] (its first data, rounded
+            subsampling: Which data of each batch to measure: indices, a fraction in (0.0, 1.0] (its first data, rounded
                 up), or None for all.
             accumulate: Merge over backward passes (micro-batches) too, until :meth:`clear`. What is read in between
                 is not to be used after the next pass: large matrices are updated in place.
@@ -111,6 +111,22 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             f"{type(self).__name__} met a second backward pass through one call of {module}. It holds squares of "
             "gradients, and those of a sum of losses do not follow from those of its terms: add the losses up and "
             "call backward() once."
+        )
+
+    @classmethod
+    def blank(cls, geometry: LayerGeometry, like: Tensor) -> Q:
+        """A quantity of the right shapes without meaning, for a checkpoint that is read into empty state.
+
+        Args:
+            geometry: The layer.
+            like: A tensor of the layer's working dtype and device.
+
+        Raises:
+            NotImplementedError: Where the extension has none.
+        """
+        raise NotImplementedError(
+            f"{cls.__name__} can't make empty state, into which torch.distributed.checkpoint reads: give it a class "
+            "method blank(geometry, like) that returns a quantity of zeros."
         )
 
     def wanted(self, module: nn.Module) -> LayerGeometry | None:
@@ -171,6 +187,10 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     def values(self) -> list[Q]:
         """List all results."""
         return [entry.result for entry in self._results.values()]
+
+    def items(self) -> list[tuple[nn.Module, Q]]:
+        """List all results, each after its layer."""
+        return [(module, entry.result) for module, entry in self._results.items()]
 
     def __len__(self) -> int:
         """Count the layers that were measured."""

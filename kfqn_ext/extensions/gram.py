@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.pooling import DATA, over
 from kfqn_ext.extensions.shown import Shown
-from kfqn_ext.geometry import LayerPass
+from kfqn_ext.geometry import LayerGeometry, LayerPass
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,6 +34,10 @@ class InputGram(LayerExtension[Gram]):
     """
 
     savefield = "input_gram"
+
+    @classmethod
+    def blank(cls, geometry: LayerGeometry, like: Tensor) -> Gram:  # noqa: D102
+        return Gram(like.new_zeros(*geometry.blocks, geometry.d_in, geometry.d_in), 1, 1)
 
     def measure(self, module: nn.Module, layer: LayerPass) -> Gram:  # noqa: D102
         return Gram(layer.geometry.gram(layer.x), layer.num_data, layer.num_locations)

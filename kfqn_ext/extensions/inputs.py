@@ -78,8 +78,8 @@ class InputQuantities(LayerExtension[M]):
 
         Args:
             reduction: "mean" or "sum": what the loss does over the data of a batch.
-            subsampling: Which data of each batch to measure: indices, a share (its first data, rounded up), or None for
-                all.
+            subsampling: Which data of each batch to measure: indices, a fraction (its first data, rounded up), or None
+                for all.
             probe: ``f(module, a_bar) -> s``. A s is then computed at once and the input let go (where s is None,
                 just let go); otherwise the result holds the layer's input for as long as it lives. A layer that is
                 called several times in a pass is probed with its first call's ā.

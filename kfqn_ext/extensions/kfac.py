@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.pooling import DATA, SQUARES, over
 from kfqn_ext.extensions.shown import Shown
-from kfqn_ext.geometry import LayerPass
+from kfqn_ext.extensions.traces import Traces
+from kfqn_ext.geometry import LayerGeometry, LayerPass
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,6 +28,11 @@ class KroneckerFactors(Shown):
     num_data: int
     num_locations: float
 
+    def traces(self) -> Traces:
+        """Their mean eigenvalues."""
+        A, G = (M.diagonal(dim1=-2, dim2=-1).mean(-1) for M in (self.Omega, self.Gamma))
+        return Traces(A, G, self.num_data, self.num_locations)
+
 
 class KFACFactors(LayerExtension[KroneckerFactors]):
     """Ω = E_n[Σ_t a_t a_tᵀ] and Γ = E_n[mean_t ∂h_t ∂h_tᵀ] of each layer, ``algo_1``.
@@ -41,6 +47,11 @@ class KFACFactors(LayerExtension[KroneckerFactors]):
     """
 
     savefield = "kfac_factors"
+
+    @classmethod
+    def blank(cls, geometry: LayerGeometry, like: Tensor) -> KroneckerFactors:  # noqa: D102
+        Omega, Gamma = (like.new_zeros(*geometry.blocks, d, d) for d in (geometry.d_in, geometry.d_out))
+        return KroneckerFactors(Omega, Gamma, 1, 1)
 
     def measure(self, module: nn.Module, layer: LayerPass) -> KroneckerFactors:  # noqa: D102
         mean = layer.grad_scale**2 / (layer.num_data * layer.num_locations)

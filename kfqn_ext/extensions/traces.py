@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.pooling import DATA, SQUARES, over
 from kfqn_ext.extensions.shown import Shown
-from kfqn_ext.geometry import LayerPass
+from kfqn_ext.geometry import LayerGeometry, LayerPass
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,6 +36,10 @@ class FactorTraces(LayerExtension[Traces]):
     """
 
     savefield = "factor_traces"
+
+    @classmethod
+    def blank(cls, geometry: LayerGeometry, like: Tensor) -> Traces:  # noqa: D102
+        return Traces(like.new_ones(geometry.blocks), like.new_ones(geometry.blocks), 1, 1)
 
     def measure(self, module: nn.Module, layer: LayerPass) -> Traces:  # noqa: D102
         # E_n Σ_t ‖a_t‖²: a patch of the batch mean of x² holds the mean squares of a patch of x. (A homogeneous 1

@@ -2,7 +2,7 @@
 
 from kfqn_ext.geometry.base import LayerGeometry, geometry_of, is_layer, refusal, register
 from kfqn_ext.geometry.conv import ConvGeometry
-from kfqn_ext.geometry.layer_pass import LayerPass, Subsampling, checked_subsampling, layer_input, part_size
+from kfqn_ext.geometry.layer_pass import LayerPass, Subsampling, checked_subsampling, fraction_size, layer_input
 from kfqn_ext.geometry.linear import LinearGeometry
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "geometry_of",
     "is_layer",
     "layer_input",
-    "part_size",
+    "fraction_size",
     "refusal",
     "register",
 ]

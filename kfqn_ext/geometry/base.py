@@ -12,7 +12,7 @@ from kfqn_ext._torch import is_attention_projection
 
 @dataclass(frozen=True)
 class LayerGeometry(ABC):
-    """A layer that multiplies every patch ``a_t`` of its input with one matrix W, ``h_t = W a_t``.
+    """A layer that multiplies every patch ``a_t`` of its input with one matrix W, ``h_t = W a_t``: ``eq_12``.
 
     A kind of layer needs three methods: how its input is cut into patches, where its outputs are, and what has no
     batch dimension. All else follows from these, slowly; what a kind can do faster it overrides. Where a weight is not

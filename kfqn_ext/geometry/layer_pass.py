@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.geometry.base import LayerGeometry
 
-# Which data of a batch: indices, a share of the batch (its first data, rounded up), or None for all.
+# Which data of a batch: indices, a fraction of the batch (its first data, rounded up), or None for all.
 Subsampling = Sequence[int] | float | None
 
 
@@ -61,7 +61,7 @@ class LayerPass:
             x: Its input, as it received it.
             g: Gradient by its output.
             reduction: "mean" or "sum": what the loss does over data.
-            subsampling: Which data to use: indices, a share of the batch, or None for all.
+            subsampling: Which data to use: indices, a fraction of the batch, or None for all.
             loss_scale: What the loss was multiplied with to keep its gradients in range.
 
         Returns:
@@ -78,7 +78,7 @@ class LayerPass:
         x, g = geometry.as_batch(x.detach()), geometry.as_batch(g.detach())
         total = x.shape[0]
         if isinstance(subsampling, float):
-            part = part_size(total, subsampling)
+            part = fraction_size(total, subsampling)
             x, g = x[:part], g[:part]
         elif subsampling is not None:
             x, g = x[list(subsampling)], g[list(subsampling)]
@@ -101,9 +101,9 @@ def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return x
 
 
-def part_size(total: int, share: float) -> int:
-    """How many data a share of a batch has, rounded up."""
-    return math.ceil(round(total * share, 9))  # 100 · 0.07 is 7.000000000000001
+def fraction_size(total: int, fraction: float) -> int:
+    """How many data a fraction of a batch has, rounded up."""
+    return math.ceil(round(total * fraction, 9))  # 100 · 0.07 is 7.000000000000001
 
 
 def checked_subsampling(subsampling: Subsampling) -> list[int] | float | None:
@@ -113,5 +113,5 @@ def checked_subsampling(subsampling: Subsampling) -> list[int] | float | None:
     if isinstance(subsampling, Sequence) and subsampling and all(type(i) is int for i in subsampling):
         return list(subsampling)
     raise ValueError(
-        f"subsampling={subsampling!r}: give a share of the batch as a float in (0.0, 1.0], or a list of indices."
+        f"subsampling={subsampling!r}: give a fraction of the batch as a float in (0.0, 1.0], or a list of indices."
     )

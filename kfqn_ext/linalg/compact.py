@@ -58,7 +58,7 @@ def compact_middle(pairs: Tensor, gamma: Tensor | float) -> Tensor:
 
 
 def dense_from_pairs(pairs: Tensor, gamma: Tensor) -> Tensor:
-    """Form H by one BFGS update for each pair, from H₀ = γI: for d ≤ 2p, where H is smaller than K.
+    """Form H by one BFGS update for each pair, from H₀ = γI, ``eq_23``: for d ≤ 2p, where H is smaller than K.
 
     Args:
         pairs: [S; Y] as :func:`push_unit_pair` keeps them, sᵢᵀyᵢ = 1 or empty, [*B, 2p, d].
@@ -78,7 +78,7 @@ def dense_from_pairs(pairs: Tensor, gamma: Tensor) -> Tensor:
 
 
 def compact_product(pairs: Tensor, K: Tensor, gamma: Tensor | float, M: Tensor) -> Tensor:
-    """Multiply H = γI + [S; Y]ᵀ K [S; Y] with a matrix.
+    """Multiply H = γI + [S; Y]ᵀ K [S; Y] with a matrix: the "non-loop" product of ``sec_18``.
 
     Args:
         pairs: [S; Y], [*B, 2p, d].

@@ -1,17 +1,20 @@
 """K-BFGS and K-BFGS(L), ``algo_8``."""
 
+from dataclasses import replace
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from kfqn_ext.optim.base import KroneckerOptimizer
+from kfqn_ext.optim.groups.hyperparameters import Shared, shows_all_keywords
+from kfqn_ext.optim.groups.schedules import BURN_IN, Schedule
+from kfqn_ext.optim.inverses import HessianAction, SecantBFGS, SecantLBFGS
+from kfqn_ext.optim.optimizer import KroneckerOptimizer
 from kfqn_ext.optim.recipe import Recipe
-from kfqn_ext.optim.schedules import BURN_IN, Schedule
-from kfqn_ext.optim.sides import DenseSecant, HessianAction, LimitedSecant
 
 
 @final
+@shows_all_keywords
 class KBFGS(KroneckerOptimizer):
     """K-BFGS: Kronecker-factored BFGS for linear and convolutional layers, ``algo_8``.
 
@@ -27,7 +30,7 @@ class KBFGS(KroneckerOptimizer):
         >>> loss = optimizer.step(Minibatch(model, torch.nn.functional.cross_entropy, x, y))
     """
 
-    recipe = Recipe(HessianAction(), DenseSecant())
+    recipe = Recipe(HessianAction(), SecantBFGS())
 
     def __init__(
         self,
@@ -37,12 +40,7 @@ class KBFGS(KroneckerOptimizer):
         lr: float | Tensor | Schedule = 0.3,
         damping: float | Schedule = 30.0,
         curvature_update_freq: int | Schedule = BURN_IN,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        step_cap: float | None = None,
-        direction_dtype: torch.dtype | None = None,
-        second_pass_fraction: float = 1.0,
-        reduction: str = "mean",
+        **shared: Unpack[Shared],
     ) -> None:
         """See :class:`KroneckerOptimizer`."""
         super().__init__(
@@ -52,20 +50,16 @@ class KBFGS(KroneckerOptimizer):
             lr=lr,
             damping=damping,
             curvature_update_freq=curvature_update_freq,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            step_cap=step_cap,
-            direction_dtype=direction_dtype,
-            second_pass_fraction=second_pass_fraction,
-            reduction=reduction,
+            **shared,
         )
 
 
 @final
+@shows_all_keywords
 class KBFGSL(KroneckerOptimizer):
     """K-BFGS(L): K-BFGS with H_G from the last p pairs by L-BFGS in compact form, ``algo_8``."""
 
-    recipe = Recipe(HessianAction(), LimitedSecant())
+    recipe = replace(KBFGS.recipe, output_inverse=SecantLBFGS())
 
     def __init__(
         self,
@@ -76,25 +70,15 @@ class KBFGSL(KroneckerOptimizer):
         damping: float | Schedule = 30.0,
         curvature_update_freq: int | Schedule = BURN_IN,
         history_size: int = 100,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        step_cap: float | None = None,
-        direction_dtype: torch.dtype | None = None,
-        second_pass_fraction: float = 1.0,
-        reduction: str = "mean",
+        **shared: Unpack[Shared],
     ) -> None:
         """See :class:`KroneckerOptimizer`; ``history_size`` is p, how many pairs are kept."""
         super().__init__(
             model,
             params,
-            recipe=Recipe(HessianAction(), LimitedSecant(memory=history_size)),
+            recipe=replace(self.recipe, output_inverse=SecantLBFGS(history_size=history_size)),
             lr=lr,
             damping=damping,
             curvature_update_freq=curvature_update_freq,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            step_cap=step_cap,
-            direction_dtype=direction_dtype,
-            second_pass_fraction=second_pass_fraction,
-            reduction=reduction,
+            **shared,
         )

@@ -3,21 +3,23 @@
 They were published for fully-connected layers; on convolutions they are an extension of this package.
 """
 
+from dataclasses import replace
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from kfqn_ext.linalg import double_damping_2020
-from kfqn_ext.optim import splits
-from kfqn_ext.optim.base import KroneckerOptimizer
+from kfqn_ext.linalg import double_damping_2020, splits
+from kfqn_ext.optim.groups.hyperparameters import Shared, shows_all_keywords
+from kfqn_ext.optim.groups.schedules import Schedule
+from kfqn_ext.optim.inverses import MovingHessianAction, SecantBFGS, SecantLBFGS
+from kfqn_ext.optim.inverses.scaled_identity import identity
+from kfqn_ext.optim.optimizer import KroneckerOptimizer
 from kfqn_ext.optim.recipe import Recipe
-from kfqn_ext.optim.schedules import Schedule
-from kfqn_ext.optim.sides import DenseSecant, LimitedSecant, MovingHessianAction
-from kfqn_ext.optim.sides.scaled_identity import identity
 
 
 @final
+@shows_all_keywords
 class KBFGS20(KroneckerOptimizer):
     """K-BFGS-20: A is a moving average, both factors get √λ, and pairs are damped towards the identity.
 
@@ -25,9 +27,7 @@ class KBFGS20(KroneckerOptimizer):
     with a learning rate ten times as large.
     """
 
-    recipe = Recipe(
-        MovingHessianAction(), DenseSecant(pair_damping=double_damping_2020, initial=identity), splits.equal
-    )
+    recipe = Recipe(MovingHessianAction(), SecantBFGS(pair_damping=double_damping_2020, initial=identity), splits.equal)
 
     def __init__(
         self,
@@ -37,12 +37,7 @@ class KBFGS20(KroneckerOptimizer):
         lr: float | Tensor | Schedule = 0.01,
         damping: float | Schedule = 0.1,
         curvature_update_freq: int | Schedule = 1,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        step_cap: float | None = None,
-        direction_dtype: torch.dtype | None = None,
-        second_pass_fraction: float = 1.0,
-        reduction: str = "mean",
+        **shared: Unpack[Shared],
     ) -> None:
         """See :class:`KroneckerOptimizer`."""
         super().__init__(
@@ -52,22 +47,16 @@ class KBFGS20(KroneckerOptimizer):
             lr=lr,
             damping=damping,
             curvature_update_freq=curvature_update_freq,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            step_cap=step_cap,
-            direction_dtype=direction_dtype,
-            second_pass_fraction=second_pass_fraction,
-            reduction=reduction,
+            **shared,
         )
 
 
 @final
+@shows_all_keywords
 class KBFGSL20(KroneckerOptimizer):
     """K-BFGS(L)-20: K-BFGS-20 with H_G from the last p pairs, starting from the identity."""
 
-    recipe = Recipe(
-        MovingHessianAction(), LimitedSecant(pair_damping=double_damping_2020, initial=identity), splits.equal
-    )
+    recipe = replace(KBFGS20.recipe, output_inverse=SecantLBFGS(pair_damping=double_damping_2020, initial=identity))
 
     def __init__(
         self,
@@ -78,26 +67,16 @@ class KBFGSL20(KroneckerOptimizer):
         damping: float | Schedule = 0.1,
         curvature_update_freq: int | Schedule = 1,
         history_size: int = 100,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        step_cap: float | None = None,
-        direction_dtype: torch.dtype | None = None,
-        second_pass_fraction: float = 1.0,
-        reduction: str = "mean",
+        **shared: Unpack[Shared],
     ) -> None:
         """See :class:`KroneckerOptimizer`; ``history_size`` is p, how many pairs are kept."""
-        side = LimitedSecant(memory=history_size, pair_damping=double_damping_2020, initial=identity)
+        rule = SecantLBFGS(history_size=history_size, pair_damping=double_damping_2020, initial=identity)
         super().__init__(
             model,
             params,
-            recipe=Recipe(MovingHessianAction(), side, splits.equal),
+            recipe=replace(self.recipe, output_inverse=rule),
             lr=lr,
             damping=damping,
             curvature_update_freq=curvature_update_freq,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            step_cap=step_cap,
-            direction_dtype=direction_dtype,
-            second_pass_fraction=second_pass_fraction,
-            reduction=reduction,
+            **shared,
         )

@@ -3,17 +3,19 @@
 from dataclasses import replace
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from kfqn_ext.optim import splits
-from kfqn_ext.optim.base import KroneckerOptimizer
+from kfqn_ext.linalg import splits
+from kfqn_ext.optim.groups.hyperparameters import Shared, shows_all_keywords
+from kfqn_ext.optim.groups.schedules import BURN_IN, Schedule
+from kfqn_ext.optim.inverses import GammaInverse, OmegaInverse
+from kfqn_ext.optim.optimizer import KroneckerOptimizer
 from kfqn_ext.optim.recipe import Recipe, SecondPass, plain
-from kfqn_ext.optim.schedules import BURN_IN, Schedule
-from kfqn_ext.optim.sides import GammaInverse, OmegaInverse
 
 
 @final
+@shows_all_keywords
 class KFAC(KroneckerOptimizer):
     """KFAC with Fisher factors from sampled targets, moving averages and exact inverses.
 
@@ -32,6 +34,7 @@ class KFAC(KroneckerOptimizer):
 
     recipe = Recipe(OmegaInverse(), GammaInverse(), splits.equal, SecondPass.SAMPLED_BEFORE_STEP, plain)
     recipe_as_printed = replace(recipe, split=splits.trace, second_pass=SecondPass.SAMPLED_AFTER_STEP)
+    _update_freq = "stats_update_freq"
 
     def __init__(
         self,
@@ -42,13 +45,8 @@ class KFAC(KroneckerOptimizer):
         damping: float | Schedule = 1.0,
         stats_update_freq: int | Schedule = 1,
         inverse_update_freq: int | Schedule = BURN_IN,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        step_cap: float | None = None,
-        direction_dtype: torch.dtype | None = None,
-        second_pass_fraction: float = 1.0,
-        reduction: str = "mean",
         recipe: Recipe | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
         """See :class:`KroneckerOptimizer`.
 
@@ -57,16 +55,10 @@ class KFAC(KroneckerOptimizer):
             params: See there.
             lr: See there.
             damping: See there.
-            stats_update_freq: T₁: a minibatch enters Ω and Γ when k is a multiple of T₁. In parameter groups it is
-                ``curvature_update_freq``.
+            stats_update_freq: T₁: a minibatch enters Ω and Γ when k is a multiple of T₁.
             inverse_update_freq: T₂: the inverses are recomputed when k is a multiple of T₂.
-            momentum: See there.
-            weight_decay: See there.
-            step_cap: See there.
-            direction_dtype: See there.
-            second_pass_fraction: See there: Ω and Γ are of this share of the minibatch.
-            reduction: See there.
             recipe: A changed cell, for example ``replace(KFAC.recipe, split=splits.trace)`` for adaptive π.
+            **shared: See there; with a ``second_pass_fraction``, Ω and Γ are of this fraction of the minibatch.
         """
         super().__init__(
             model,
@@ -76,12 +68,7 @@ class KFAC(KroneckerOptimizer):
             damping=damping,
             curvature_update_freq=stats_update_freq,
             inverse_update_freq=inverse_update_freq,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            step_cap=step_cap,
-            direction_dtype=direction_dtype,
-            second_pass_fraction=second_pass_fraction,
-            reduction=reduction,
+            **shared,
         )
 
     @classmethod

@@ -6,18 +6,18 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from kfqn_ext.linalg import powell_identity_lm
-from kfqn_ext.optim.base import KroneckerOptimizer
+from kfqn_ext.linalg.splits import Given
+from kfqn_ext.optim.groups.schedules import Schedule
+from kfqn_ext.optim.inverses import BatchInverse, SecantLBFGS
+from kfqn_ext.optim.optimizer import KroneckerOptimizer
 from kfqn_ext.optim.recipe import Recipe
-from kfqn_ext.optim.schedules import Schedule
-from kfqn_ext.optim.sides import BatchInverse, LimitedSecant
-from kfqn_ext.optim.splits import Given
 
 
 @final
 class ProvableKBFGSL(KroneckerOptimizer):
-    """K-BFGS(L) with D_P(I) D_LM, the exact inverse of each minibatch's A + λ_A I, and no momentum."""
+    """K-BFGS(L) with D_P(I) D_LM, the exact inverse of each minibatch's A + λ_A I, and no momentum: ``sec_2``."""
 
-    recipe = Recipe(BatchInverse(), LimitedSecant(pair_damping=powell_identity_lm), Given(1.0, 1.0))
+    recipe = Recipe(BatchInverse(), SecantLBFGS(pair_damping=powell_identity_lm), Given(1.0, 1.0))
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class ProvableKBFGSL(KroneckerOptimizer):
         for name, value in (("damping_A", damping_A), ("damping_G", damping_G)):
             if not value > 0:
                 raise ValueError(f"Invalid {name}: {value}. It must be positive.")
-        side = LimitedSecant(memory=history_size, pair_damping=powell_identity_lm, mu1=mu1, decay=decay)
+        rule = SecantLBFGS(history_size=history_size, pair_damping=powell_identity_lm, mu1=mu1, decay=decay)
         super().__init__(
             model,
             params,
-            recipe=Recipe(BatchInverse(), side, Given(damping_A, damping_G)),
+            recipe=Recipe(BatchInverse(), rule, Given(damping_A, damping_G)),
             lr=lr,
             damping=damping_A * damping_G,
             curvature_update_freq=curvature_update_freq,
@@ -89,6 +89,8 @@ def kappa_bounds(
     mu1: float = 0.2,
 ) -> KappaBounds:
     """Compute the constants of ``lemma_5`` and ``lemma_1`` for one layer.
+
+    H_G is bounded by ``lemma_4``, once for each of p pairs, and H_A by ``eq_9``.
 
     Args:
         patch_norm2: Bound on ‖a_t‖²: J|Δ|φ² + 1 where every input is at most φ in absolute value.

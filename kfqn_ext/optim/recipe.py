@@ -1,4 +1,4 @@
-"""One optimizer = one row of a table: how each side learns, how the damping is shared, what a second pass is for."""
+"""One optimizer = one row of a table: two rules for inverses, a split of the damping, what a second pass is for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,10 @@ from enum import Enum
 
 from torch import Tensor
 
-from kfqn_ext.optim import splits
-from kfqn_ext.optim.sides import InputSide, OutputSide
+from kfqn_ext.extensions import FactorTraces
+from kfqn_ext.linalg import splits
+from kfqn_ext.optim.inverses import InputInverse, Inverse, OutputInverse
+from kfqn_ext.optim.inverses.base import Kind
 
 
 class SecondPass(Enum):
@@ -23,17 +25,22 @@ class SecondPass(Enum):
         """Whether targets come from the model's predictive distribution."""
         return self in (SecondPass.SAMPLED_AFTER_STEP, SecondPass.SAMPLED_BEFORE_STEP)
 
+    @property
+    def is_before_step(self) -> bool:
+        """Whether the step uses what it has measured."""
+        return self is SecondPass.SAMPLED_BEFORE_STEP
+
 
 Rate = float | Tensor
 
 
 def over_damping(lr: Rate, damping: float) -> Rate:
-    """α / λ: the step of K-BFGS where the curvature is small beside the damping."""
+    """α / λ, ``sec_18``: the step of K-BFGS where the curvature is small beside the damping."""
     return lr / damping
 
 
 def plain(lr: Rate, damping: float) -> Rate:
-    """α, as KFAC steps its BatchNorm parameters."""
+    """α, as KFAC steps its BatchNorm parameters, ``sec_10``."""
     return lr
 
 
@@ -42,25 +49,53 @@ class Recipe:
     """What distinguishes one member of the family from another.
 
     Attributes:
-        input_side: How H_A is learned.
-        output_side: How H_G is learned.
+        input_inverse: How H_A is learned.
+        output_inverse: How H_G is learned.
         split: (λ, what is known of the factors) ↦ (λ_A, λ_G).
         second_pass: When the second pass runs and on which targets.
         fallback_rate: (α, λ) ↦ rate of the momentum direction for parameters without a Kronecker block.
     """
 
-    input_side: InputSide
-    output_side: OutputSide
+    input_inverse: InputInverse
+    output_inverse: OutputInverse
     split: splits.Split = splits.spatial
     second_pass: SecondPass = SecondPass.REPEAT_AFTER_STEP
     fallback_rate: Callable[[Rate, float], Rate] = over_damping
 
     def __post_init__(self) -> None:
-        """Check that there is a second pass where a side learns from one."""
-        sides = [type(side).__name__ for side in (self.input_side, self.output_side) if side.second]
-        if sides and self.second_pass is SecondPass.NONE:
+        """Check that what a cell needs is measured."""
+        rules = [type(rule).__name__ for rule in (self.input_inverse, self.output_inverse) if rule.second]
+        if rules and self.second_pass is SecondPass.NONE:
             raise ValueError(
-                f"Invalid recipe: {' and '.join(sides)} learn from a second pass, and second_pass is NONE. Give the "
-                "second pass, or sides that need none: replace(KBFGS.recipe, output_side=ScaledIdentity(), "
+                f"Invalid recipe: {' and '.join(rules)} learn from a second pass, and second_pass is NONE. Give the "
+                "second pass, or rules that need none: replace(KBFGS.recipe, output_inverse=ScaledIdentity(), "
                 "second_pass=SecondPass.NONE)."
             )
+        if not splits.reads_traces(self.split):
+            self.split(1.0, splits.Balance(1.0))  # raises where it reads traces all the same
+
+    @property
+    def first(self) -> frozenset[Kind]:
+        """Extensions that measure the first pass of a step that is due."""
+        return frozenset((*self.input_inverse.first, *self.output_inverse.first, *self._traces))
+
+    @property
+    def second(self) -> frozenset[Kind]:
+        """Extensions that measure the second pass."""
+        return frozenset((*self.input_inverse.second, *self.output_inverse.second))
+
+    @property
+    def starts_from(self) -> frozenset[Kind]:
+        """Extensions whose quantities make a layer's initial curvature."""
+        return frozenset((*self.input_inverse.starts_from, *self.output_inverse.starts_from, *self._traces))
+
+    @property
+    def starts_in_second_pass(self) -> bool:
+        """Whether the initial curvature needs sampled targets, as Γ does."""
+        return self.second_pass.sampled and bool(self.starts_from & self.second)
+
+    @property
+    def _traces(self) -> tuple[Kind, ...]:
+        """What measures the traces, where the split needs them and the rules do not keep the factors themselves."""
+        known = all(type(rule).trace is not Inverse.trace for rule in (self.input_inverse, self.output_inverse))
+        return (FactorTraces,) if splits.reads_traces(self.split) and not known else ()

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import clock, compare, floors, memory, profile, rounding, scaling, tried, ways
+from benchmarks import compare, floors, memory, profile, rounding, scaling, tried, turns, ways
 from benchmarks.contenders import CONTENDERS, Contender, every, every_two
 from benchmarks.problems import PROBLEMS, QUICK, Setup, set_up
 from benchmarks.ready import Ready
 from benchmarks.report import render
 from benchmarks.targets import TARGETS
+from tests.test_paper_report import ENVIRONMENT
 
 CPU = torch.device("cpu")
 
@@ -24,6 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -98,7 +100,7 @@ def test_every_contender_runs_or_says_why_not(name: str) -> None:
         ready = CONTENDERS[name].build(set_up(QUICK["autoencoder"], CPU))
     except Exception as error:
         assert name in {"curvlinops", "singd", "asdfghjkl", "shampoo"}, error  # ours and torch's must run
-        pytest.skip(clock.first_line(error))
+        pytest.skip(turns.first_line(error))
     for kind in CONTENDERS[name].kinds:
         ready.steps[kind]()
 
@@ -107,14 +109,13 @@ def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("no such kernel\nand more")
 
-    times = clock.interleave({"base": lambda: None, "bad": fail}, "base", 3, CPU)
+    times = turns.interleave({"base": lambda: None, "bad": fail}, "base", 3, CPU)
     assert times.errors == {"bad": "RuntimeError: no such kernel"}
     assert len(times.seconds["base"]) == 3 and not times.ratios["bad"]
     row = {"row": "bad", "time": None, "peak": None, "state": None, "error": times.errors["bad"]}
     problem = {"title": "p", "batch_size": 1, "turns": 3, "step_seconds": 1.0, "rows": [row], "steps": {}}
     problem["extraction"] = {"q": "no"}
-    environment = {"processor": "p", "device": "CPU", "threads": 1, "python": "3", "versions": {}}
-    text = render({"quick": False, "problems": {"p": problem}, "command": "c", "environment": environment})
+    text = render({"quick": False, "problems": {"p": problem}, "command": "c", "environment": ENVIRONMENT})
     assert "| bad does not run: RuntimeError: no such kernel |" in text and "| q does not run: no |" in text
 
 
@@ -125,25 +126,26 @@ def test_rows_say_how_many_runs_they_are_medians_of() -> None:
     runs = {"kbfgs: ordinary": 5, "kbfgs: due": 1, "adam: ordinary": 3}
     problem = {"title": "p", "batch_size": 1, "turns": 5, "step_seconds": 1.0, "rows": rows, "extraction": {}}
     problem["steps"] = {kind: {"runs": number} for kind, number in runs.items()}
-    environment = {"processor": "p", "device": "CPU", "threads": 1, "python": "3", "versions": {}}
-    text = render({"quick": False, "problems": {"p": problem}, "command": "c", "environment": environment})
+    text = render({"quick": False, "problems": {"p": problem}, "command": "c", "environment": ENVIRONMENT})
     for title, number in titles.items():
         assert f"| {title} | 1.00 | {number} |" in text
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_what_runs_before_is_not_timed() -> None:
     done = []
     runs = {name: partial(done.append, name) for name in ("base", "other")}
     before = {"base": lambda: sum(range(10**7)), "other": lambda: done.append("before other")}
-    times = clock.interleave(runs, "base", 2, CPU, before)
+    times = turns.interleave(runs, "base", 2, CPU, before)
     assert done.count("before other") == 2
     assert all(done[done.index("other", i) - 1] == "before other" for i in (0, done.index("other") + 1))
     assert max(times.seconds["base"]) < 0.05  # the sum takes longer
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_what_is_slow_runs_once() -> None:
     ticks = iter(range(10**6))
-    times = clock.interleave({"base": lambda: next(ticks), "slow": lambda: sum(range(10**6))}, "base", 5, CPU)
+    times = turns.interleave({"base": lambda: next(ticks), "slow": lambda: sum(range(10**6))}, "base", 5, CPU)
     assert (len(times.seconds["base"]), len(times.seconds["slow"])) == (6, 1)
 
 
@@ -155,9 +157,9 @@ def test_ratios_are_to_the_base_right_before_and_after(monkeypatch: pytest.Monke
         nonlocal now
         now += work * (1.0 + now / 1000.0)
 
-    monkeypatch.setattr(clock, "now", lambda device: now)
+    monkeypatch.setattr(turns, "now", lambda device: now)
     runs = {"base": partial(spend, 1.0), "double": partial(spend, 2.0), "half": partial(spend, 0.5)}
-    times = clock.interleave(runs, "base", 40, CPU)
+    times = turns.interleave(runs, "base", 40, CPU)
     assert times.seconds["base"][-1] > 1.1 * times.seconds["base"][0]
     assert times.ratios["double"] == pytest.approx([2.0] * 40, rel=1e-3)
     assert times.ratios["half"] == pytest.approx([0.5] * 40, rel=1e-3)
@@ -222,7 +224,7 @@ def test_what_rounding_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     rounding.main(["--problem", "digits", "--steps", "5", "--docs", str(docs), "--json", str(log)])
     shown = capsys.readouterr().out
     logged(log, rounding.render, shown)
-    rows = [line for line in shown.splitlines() if line.startswith("| ")][2:]
+    rows = [line for line in shown.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 6 and all(row in docs.read_text() for row in rows)
     for row in rows:
         cells = [cell.strip() for cell in row.strip("|").split("|")]

@@ -1,4 +1,4 @@
-"""What docs/performance.md says is what the logs beside it, the networks' sizes and the code say."""
+"""What docs/performance.md says is what the logs in results/, the networks' sizes and the code say."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,12 @@ import torch
 from benchmarks import floors, profile, report, rounding, scaling, tried, ways
 from benchmarks.problems import PROBLEMS, set_up
 from benchmarks.targets import TARGETS, row
-from examples.paper.costs.formulas import Frequencies, multiplications, state_numbers
-from examples.paper.costs.workload import LayerSize, layer_sizes
+from workloads.cost_formulas import Frequencies, multiplications, state_numbers
+from workloads.layer_sizes import LayerSize, layer_sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/performance.md").read_text()
 WORDS = " ".join(PAGE.split())
-LOGS = {path.stem: json.loads(path.read_text()) for path in (ROOT / "docs/performance").glob("*.json")}
 PARTS = {
     "bench": report.render,
     "profile": profile.render,
@@ -26,6 +25,9 @@ PARTS = {
     "tried": tried.render,
     "rounding": rounding.render,
 }
+FILES = {part: ROOT / "results" / f"benchmarks-{part}.jsonl" for part in PARTS}
+FILES["bench"] = ROOT / "results" / "benchmarks.jsonl"
+LOGS = {part: json.loads(file.read_text()) for part, file in FILES.items() if file.exists()}
 
 
 def block(part: str) -> str:
@@ -62,19 +64,21 @@ def test_there_are_logs() -> None:
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part in LOGS])
-def test_tables_are_those_of_the_logs_beside_the_page(part: str) -> None:
+def test_tables_are_those_of_the_logs(part: str) -> None:
     assert block(part) == PARTS[part](LOGS[part])
 
 
-def test_targets_are_those_of_the_logs_beside_the_page() -> None:
-    problems = {stem: log["problems"] for stem, log in LOGS.items() if "problems" in log}
-    again = problems["again-autoencoder"] | problems["again-resnet32"] | problems["again-vgg16"]
+def test_targets_are_those_of_the_logs() -> None:
+    lines = (ROOT / "results/benchmarks-again.jsonl").read_text().splitlines()
+    logs = [json.loads(line)["problems"] for line in lines]
+    assert [list(log) for log in logs] == [["autoencoder"], ["resnet32"], ["vgg16"]]
+    bench, again = LOGS["bench"]["problems"], {name: problem for log in logs for name, problem in log.items()}
     rows = [line.strip("| ").split(" | ") for line in block("again").splitlines() if "≤" in line]
     targets = {target.what: target for target in TARGETS}
     assert len(rows) == 12
     for what, limit, whole, few in rows:
         target = targets[what]
-        values = (target.limit, target.value(problems["bench"][target.problem]), target.value(again[target.problem]))
+        values = (target.limit, target.value(bench[target.problem]), target.value(again[target.problem]))
         assert [limit, whole, few] == [f"≤ {values[0]:.2f}", f"{values[1]:.2f}", f"{values[2]:.2f}"]
 
 

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from benchmarks.clock import prepare
 from benchmarks.problems import PROBLEMS
 from benchmarks.record import RECORDED, ratios, regressions
-from examples.paper.environment import describe
+from benchmarks.turns import prepare
+from workloads.environment import describe
 
 CPU = torch.device("cpu")
 

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from kfqn_ext import KBFGS, Minibatch
 from kfqn_ext.curvature import curvature_ladder, estimate_curvature, exact_block, exact_ggn_block
+from kfqn_ext.linalg.operators import Inverses
 from tests.curvature.nets import residual
 
 pytestmark = pytest.mark.gpu
@@ -23,13 +24,8 @@ def on_both(function: Any, **more: Any) -> tuple[Any, Any]:
     results = []
     for device in ("cpu", "cuda"):
         moved = copy.deepcopy(model).to(device)
-        state = {k: v.to(device) for k, v in optimizer.state[model.second.weight].items()}
-
-        class Held:
-            pass
-
-        held: Any = Held()
-        held.state, held.param_groups = {moved.second.weight: state}, []
+        H_A, H_G = (H.to(device) for H in optimizer.inverses(model.second.weight).dense())
+        held: Any = type("Held", (), {"inverses": lambda self, weight, H=(H_A, H_G): Inverses(*H)})()
         arguments = {**more, "optimizers": {"held": held}} if "progress" in more else more
         results.append(function(moved, cross_entropy, x.to(device), y.to(device), "second", **arguments))
     return results[0], results[1]

@@ -22,7 +22,7 @@ from tests.curvature.nets import CLASSES, F64, N, residual
 
 
 def measure(model: nn.Module, loss_fn: Any, x: Any, y: Any, layer: Any) -> str:
-    optimizer = type("Optimizer", (), {"state": {}})()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tracker = track_curvature(optimizer, model, loss_fn, x, y, [layer], name="o")
     return str(tracker.measure())
 

@@ -8,7 +8,7 @@ from backpack import backpack
 from torch import nn
 
 from kfqn_ext.extensions import InputGram, KBFGSQuantities, KFACFactors, extend
-from kfqn_ext.geometry import part_size
+from kfqn_ext.geometry import fraction_size
 
 
 @pytest.mark.parametrize("ext", [KBFGSQuantities, KFACFactors, InputGram])
@@ -31,4 +31,4 @@ def test_indices(indices: Any) -> None:
 def test_a_share_is_rounded_up_but_for_rounding_errors() -> None:
     for total in range(1, 201):
         for percent in range(1, 101):
-            assert part_size(total, percent / 100) == -(-total * percent // 100)
+            assert fraction_size(total, percent / 100) == -(-total * percent // 100)

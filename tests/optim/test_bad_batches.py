@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL, splits
-from kfqn_ext.optim.sides import LimitedHessianAction
+from kfqn_ext.optim.inverses import HessianActionLBFGS
 
 COMMON: dict[str, Any] = {"lr": 0.05, "damping": 0.5, "curvature_update_freq": 1}
 MAKERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -28,7 +28,7 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
         model, recipe=replace(KBFGS.recipe, split=splits.trace), **COMMON
     ),
     "KBFGS, L-BFGS for H_A": lambda model: KroneckerOptimizer(
-        model, recipe=replace(KBFGS.recipe, input_side=LimitedHessianAction(memory=3)), **COMMON
+        model, recipe=replace(KBFGS.recipe, input_inverse=HessianActionLBFGS(history_size=3)), **COMMON
     ),
     "KBFGS, bfloat16 direction": lambda model: KBFGS(model, direction_dtype=torch.bfloat16, **COMMON),
     "KBFGS, step cap": lambda model: KBFGS(model, step_cap=1.0, **COMMON),
@@ -295,7 +295,7 @@ def test_a_layer_before_batch_norm_keeps_its_initial_H_G(name: str, make: Any) -
         optimizer.step(Minibatch(model, F.mse_loss, x, y))
         for m, found in ((model[0], initial), (model[4], learned)):
             state, d = optimizer.state[m.weight], len(m.weight)
-            found[k] = optimizer.recipe.output_side.precondition(state, torch.eye(d)).clone()
+            found[k] = optimizer.recipe.output_inverse.precondition(state, torch.eye(d)).clone()
     lambda_G = next(d.G.damping for d in optimizer.diagnostics() if d.name == "0" and d.G is not None)
     scale = 1.0 if "20" in name else 1 / lambda_G
     for k, H in initial.items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kfqn_ext.errors import MissingQuantitiesError, UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities
 from kfqn_ext.optim import KBFGS, KBFGSL, Minibatch
-from kfqn_ext.optim.sides import GammaInverse, MovingHessianAction, OmegaInverse
+from kfqn_ext.optim.inverses import GammaInverse, MovingHessianAction, OmegaInverse
 
 both = pytest.mark.parametrize("cls", [KBFGS, KBFGSL])
 started = pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later step"])

@@ -12,9 +12,10 @@ from backpack import backpack
 from torch import Tensor, nn
 
 from kfqn_ext.extensions import KBFGSQuantities, extend
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KFAC, KroneckerOptimizer, Minibatch, blocks
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
+from kfqn_ext.optim.inverses import ScaledIdentity
+from kfqn_ext.optim.preconditioner import block as blocks
 from kfqn_ext.optim.recipe import SecondPass
-from kfqn_ext.optim.sides import ScaledIdentity
 
 COMMON: dict[str, Any] = {"lr": 0.05, "damping": 1.0, "curvature_update_freq": 1}
 
@@ -62,8 +63,9 @@ def ready(model: nn.Module) -> nn.Module:
 
 
 def found(optimizer: KroneckerOptimizer) -> set[str]:
-    assert optimizer._normalized is not None
-    return {name for name, module in optimizer._model.named_modules() if module in optimizer._normalized}
+    known = optimizer._preconditioner.normalized.known
+    assert known is not None
+    return {name for name, module in optimizer._model.named_modules() if module in known}
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
@@ -136,7 +138,7 @@ def test_nothing_else_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         model = ready(conv_net(nn.BatchNorm2d(4)))
         optimizer = MAKERS[name](model)
         if not spare:
-            optimizer._normalized = {}  # as if none had been found
+            optimizer._preconditioner.normalized._known = {}  # as if none had been found
         for k in range(8):
             optimizer.step(batch(model, k))
         assert len(found(optimizer)) == spare
@@ -215,7 +217,7 @@ def test_a_first_batch_that_is_not_finite_decides_nothing() -> None:
     with pytest.warns(UserWarning, match="not finite"):
         optimizer.step(bad)
     model = ready(conv_net(nn.BatchNorm2d(4)))
-    assert optimizer._normalized is None
+    assert optimizer._preconditioner.normalized.known is None
 
 
 def test_kfac_learns_there_too() -> None:
@@ -224,7 +226,7 @@ def test_kfac_learns_there_too() -> None:
     model: Any = ready(conv_net(nn.BatchNorm2d(4)))
     optimizer = KFAC(model, lr=0.05, damping=1.0)
     optimizer.step(batch(model))
-    assert optimizer._normalized is None
+    assert optimizer._preconditioner.normalized.known is None
     Gamma = optimizer.state[model[0].weight]["Gamma"]
     assert Gamma.abs().max() > 0
 
@@ -233,7 +235,7 @@ def test_a_row_without_an_output_side_runs_one_pass() -> None:
     """``ScaledIdentity`` everywhere: H_G = I / λ_G, and the closure runs once a step."""
     torch.manual_seed(0)
     model: Any = ready(conv_net(nn.BatchNorm2d(4)))
-    recipe = replace(KBFGS.recipe, output_side=ScaledIdentity(), second_pass=SecondPass.NONE)
+    recipe = replace(KBFGS.recipe, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
     optimizer = KroneckerOptimizer(model, recipe=recipe, **COMMON)
     calls = []
     minibatch = batch(model)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kfqn_ext.geometry import geometry_of
 from kfqn_ext.linalg import damped_inverse
 from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL, splits
-from kfqn_ext.optim.sides import LimitedHessianAction
+from kfqn_ext.optim.inverses import HessianActionLBFGS
 from tests import reference as ref
 from tests.cases import FEW_EXAMPLES, IGNORE_EVEN_SAME, Case, random_cases
 
@@ -146,7 +146,7 @@ def explicit_leverage(optimizer: Any, model: nn.Module, minibatch: Minibatch) ->
     found = {}
     for name, layer in ref.capture(model, minibatch.loss_fn, minibatch.x, minibatch.y).layers.items():
         state = optimizer.state[model.get_submodule(name).weight]
-        s = optimizer.recipe.input_side.precondition(state, layer.a_bar.unsqueeze(-2)).squeeze(-2)
+        s = optimizer.recipe.input_inverse.precondition(state, layer.a_bar.unsqueeze(-2)).squeeze(-2)
         found[name] = float((layer.num_locations * (s * layer.a_bar).sum(-1)).max())
     return found
 
@@ -157,7 +157,7 @@ def explicit_leverage(optimizer: Any, model: nn.Module, minibatch: Minibatch) ->
         lambda model: KBFGS(model, **COMMON),
         lambda model: KBFGS20(model, **COMMON),
         lambda model: KroneckerOptimizer(
-            model, recipe=replace(KBFGS.recipe, input_side=LimitedHessianAction(memory=4)), **COMMON
+            model, recipe=replace(KBFGS.recipe, input_inverse=HessianActionLBFGS(history_size=4)), **COMMON
         ),
     ],
     ids=["minibatch", "moving average", "limited memory"],
@@ -166,7 +166,7 @@ def test_leverage_is_that_of_the_inverse_before_its_update(make: Any) -> None:
     model = net()
     optimizer = make(model)
     optimizer.step(batch(model, 0))
-    if "Limited" not in type(optimizer.recipe.input_side).__name__:
+    if not isinstance(optimizer.recipe.input_inverse, HessianActionLBFGS):
         # The first inverse is exact for the first minibatch.
         assert all(0 < d.leverage <= 1 + 1e-12 for d in optimizer.diagnostics())
     for k in range(1, 4):

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch, blocks
+from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch
+from kfqn_ext.optim.preconditioner import block as blocks
 
 COMMON: dict[str, Any] = {"lr": 0.1, "damping": 1.0}
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -30,7 +31,7 @@ def batch(model: nn.Module, k: int) -> Minibatch:
 
 
 def inverses(optimizer: Any) -> list[dict[str, Tensor]]:
-    states = [optimizer.state[layer.weight] for layer, _ in optimizer._layers()]
+    states = [block.state for block in optimizer._blocks()]
     return [{key: state[key].clone() for key in ("H_A", "H_G") if key in state} for state in states]
 
 
@@ -45,10 +46,10 @@ def test_one_direction_differs_by_rounding_alone(name: str) -> None:
     optimizer = MAKERS[name](model)
     for k in range(3):
         optimizer.step(batch(model, k))
-    for layer, _ in optimizer._layers():
-        state = optimizer.state[layer.weight]
+    for block in optimizer._blocks():
+        state = block.state
         exact = blocks.precondition(state, optimizer.recipe, state["momentum"])
-        view = optimizer._rounded.view(layer.weight, state, torch.bfloat16)
+        view = optimizer._preconditioner._rounded.view(block.layer.weight, state, torch.bfloat16)
         error = (blocks.precondition(view, optimizer.recipe, state["momentum"]) - exact).abs()
         size = state["H_G"].abs() @ state["momentum"].abs() @ state["H_A"].abs()
         assert (error <= 5 * 2**-9 * (1 + 2**-6) * size).all() and error.max() > 0

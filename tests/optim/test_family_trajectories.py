@@ -23,14 +23,14 @@ from kfqn_ext.optim import (
     running_mean,
     splits,
 )
-from kfqn_ext.optim.sides import (
-    DenseSecant,
+from kfqn_ext.optim.inverses import (
     GammaInverse,
     HessianAction,
-    LimitedHessianAction,
-    LimitedSecant,
+    HessianActionLBFGS,
     MovingHessianAction,
     OmegaInverse,
+    SecantBFGS,
+    SecantLBFGS,
 )
 from kfqn_ext.optim.targets import categorical
 from tests import reference as ref
@@ -72,7 +72,7 @@ def inverses(optimizer: Any, layer: Any) -> tuple[Tensor, Tensor]:
     """H_A and H_G, formed."""
     state, W = optimizer.state[layer.weight], ref.weight_matrix(layer)
     eye_A, eye_G = (torch.eye(d, dtype=F64).expand(*W.shape[:-2], d, d) for d in (W.shape[-1], W.shape[-2]))
-    return optimizer.recipe.input_side.precondition(state, eye_A), optimizer.recipe.output_side.precondition(
+    return optimizer.recipe.input_inverse.precondition(state, eye_A), optimizer.recipe.output_inverse.precondition(
         state, eye_G
     )
 
@@ -201,20 +201,20 @@ ROWS: dict[str, tuple[Make, Make]] = {
     "K-BFGS(L)": (limited(KBFGSL), twin_of(memory=4)),
     "K-BFGS-20": (KBFGS20, twin_of(**OLD)),
     "K-BFGS(L)-20": (limited(KBFGSL20), twin_of(**OLD, memory=4)),
-    "#1 off": (cell(output_side=DenseSecant(pair_damping=double_damping_2020)), twin_of(pair_damping="2020")),
-    "#2 off": (cell(input_side=MovingHessianAction()), twin_of(moving_A=True)),
+    "#1 off": (cell(output_inverse=SecantBFGS(pair_damping=double_damping_2020)), twin_of(pair_damping="2020")),
+    "#2 off": (cell(input_inverse=MovingHessianAction()), twin_of(moving_A=True)),
     "#2 off, running mean": (
-        cell(input_side=MovingHessianAction(decay=running_mean(0.6))),
+        cell(input_inverse=MovingHessianAction(decay=running_mean(0.6))),
         twin_of(RunningMeanOfA, moving_A=True),
     ),
     "L-BFGS on both sides": (
-        cell(input_side=LimitedHessianAction(memory=4), output_side=LimitedSecant(memory=4)),
+        cell(input_inverse=HessianActionLBFGS(history_size=4), output_inverse=SecantLBFGS(history_size=4)),
         twin_of(LimitedA, memory=4),
     ),
-    "L-BFGS for H_A": (cell(input_side=LimitedHessianAction(memory=4)), twin_of(LimitedA)),
+    "L-BFGS for H_A": (cell(input_inverse=HessianActionLBFGS(history_size=4)), twin_of(LimitedA)),
     "trace split": (cell(split=splits.trace), twin_of(TraceSplit)),
     "trace split, L-BFGS": (
-        cell(split=splits.trace, output_side=LimitedSecant(memory=4)),
+        cell(split=splits.trace, output_inverse=SecantLBFGS(history_size=4)),
         twin_of(TraceSplit, memory=4),
     ),
 }
@@ -255,22 +255,24 @@ def test_a_warm_start_of_the_trace_split() -> None:
     Omega, Gamma = gram_factors(model, targets=True)
     for name in Omega:
         state = optimizer.state[model.get_submodule(name).weight]
-        assert_close(state["power_A"], TraceSplit.power(Omega[name]), 1e-12)
-        assert_close(state["power_G"], TraceSplit.power(Gamma[name]), 1e-12)
+        assert_close(state["trace_A"], TraceSplit.power(Omega[name]), 1e-12)
+        assert_close(state["trace_G"], TraceSplit.power(Gamma[name]), 1e-12)
 
 
 def test_ablations_are_what_their_names_say() -> None:
     """K-BFGS-20 is both improvements off, the equal split, and H_G from the identity."""
-    off = replace(KBFGS.recipe, output_side=DenseSecant(pair_damping=double_damping_2020))
-    off = replace(off, input_side=MovingHessianAction(), split=splits.equal)
-    assert KBFGS20.recipe == replace(off, output_side=KBFGS20.recipe.output_side)
-    assert (KBFGS.recipe.input_side, KBFGS.recipe.output_side) == (HessianAction(), DenseSecant())
+    off = replace(KBFGS.recipe, output_inverse=SecantBFGS(pair_damping=double_damping_2020))
+    off = replace(off, input_inverse=MovingHessianAction(), split=splits.equal)
+    assert KBFGS20.recipe == replace(off, output_inverse=KBFGS20.recipe.output_inverse)
+    assert (KBFGS.recipe.input_inverse, KBFGS.recipe.output_inverse) == (HessianAction(), SecantBFGS())
 
 
 def test_limited_memory_for_H_A_keeps_no_matrix_of_its_size() -> None:
     """p d_in numbers instead of d_in²."""
     model = nn.Sequential(nn.Linear(200, 4), nn.Tanh(), nn.Linear(4, 3))
-    optimizer = cell(input_side=LimitedHessianAction(memory=5))(model, lr=LR, damping=DAMPING, curvature_update_freq=1)
+    optimizer = cell(input_inverse=HessianActionLBFGS(history_size=5))(
+        model, lr=LR, damping=DAMPING, curvature_update_freq=1
+    )
     for _ in range(7):
         optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(8, 200), torch.arange(8) % 3))
     state = optimizer.state[model[0].weight]
@@ -330,15 +332,17 @@ KFAC_ROWS: dict[str, tuple[Any, Any]] = {
         lambda *a, **k: ref.ReferenceKFAC(*a, **k, order="statistics_first"),
     ),
     "stable, running mean": (
-        replace(KFAC.recipe, input_side=OmegaInverse(running_mean(0.6)), output_side=GammaInverse(running_mean(0.6))),
+        replace(
+            KFAC.recipe, input_inverse=OmegaInverse(running_mean(0.6)), output_inverse=GammaInverse(running_mean(0.6))
+        ),
         lambda *a, **k: RunningMean(*a, **k, order="statistics_first"),
     ),
     "as printed, running mean": (
         replace(
             KFAC.recipe_as_printed,
             split=splits.equal,
-            input_side=OmegaInverse(running_mean(0.6)),
-            output_side=GammaInverse(running_mean(0.6)),
+            input_inverse=OmegaInverse(running_mean(0.6)),
+            output_inverse=GammaInverse(running_mean(0.6)),
         ),
         lambda *a, **k: RunningMean(*a, **k, order="printed"),
     ),
@@ -403,7 +407,7 @@ def test_kfac_as_printed_is_the_printed_recipe() -> None:
     optimizer = KFAC.as_printed(net(), lr=0.3, damping=10.0)
     assert optimizer.recipe == KFAC.recipe_as_printed
     group = optimizer.param_groups[0]
-    assert (group["curvature_update_freq"], group["inverse_update_freq"], group["momentum"]) == (1, 20, 0.9)
+    assert (group["stats_update_freq"], group["inverse_update_freq"], group["momentum"]) == (1, 20, 0.9)
 
 
 def test_kfac_steps_batch_norm_at_the_learning_rate() -> None:

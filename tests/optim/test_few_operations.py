@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KroneckerOptimizer, Minibatch, blocks
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KroneckerOptimizer, Minibatch
+from kfqn_ext.optim.preconditioner import block as blocks
 from tests.operations import Operations
 
 
@@ -50,7 +51,7 @@ def learning_operations(layers: int, make: Any) -> int:
     optimizer: KroneckerOptimizer = make(model, lr=0.05, damping=0.5, curvature_update_freq=1)
     batch, learn, operations = (
         Minibatch(model, F.cross_entropy, torch.randn(6, 7), torch.arange(6) % 3),
-        optimizer._learn,
+        optimizer._preconditioner.learn,
         Operations(),
     )
     optimizer.step(batch)
@@ -59,7 +60,7 @@ def learning_operations(layers: int, make: Any) -> int:
         with operations:
             learn(*args)
 
-    optimizer._learn = counted  # type: ignore[method-assign]
+    optimizer._preconditioner.learn = counted  # type: ignore[method-assign]
     optimizer.step(batch)
     assert operations.number > 100
     return operations.number

@@ -36,8 +36,8 @@ def step(model: nn.Module, optimizer: Any) -> None:
 def inverses(optimizer: Any, layer: Any) -> tuple[Tensor, Tensor]:
     state, side = optimizer.state[layer.weight], optimizer.recipe
     return (
-        side.output_side.precondition(state, torch.eye(5, dtype=F64)).clone(),
-        side.input_side.precondition(state, torch.eye(5, dtype=F64)).clone(),
+        side.output_inverse.precondition(state, torch.eye(5, dtype=F64)).clone(),
+        side.input_inverse.precondition(state, torch.eye(5, dtype=F64)).clone(),
     )
 
 

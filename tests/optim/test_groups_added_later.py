@@ -56,7 +56,7 @@ def test_layers_before_a_normalization_go_on_learning(cls: Any, share: float) ->
             step(model, optimizer)
         assert not torch.equal(optimizer.state[model.conv.weight]["H_A"], before)
         seen.append([optimizer.state[model.conv.weight][f"pairs_seen_{side}"].tolist() for side in "AG"])
-        spared.append(optimizer._spared == {model.conv})
+        spared.append(optimizer._preconditioner.normalized._spared == {model.conv})
     assert spared == [True, True]
     assert seen[0] == seen[1] == [[4, 0, 0], [0, 0, 0]]
 

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KFAC, KroneckerOptimizer, Minibatch, blocks
+from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
+from kfqn_ext.optim.inverses import SecantBFGS, Seen, State
+from kfqn_ext.optim.inverses.lbfgs import start_pairs, update_pairs
+from kfqn_ext.optim.preconditioner import block as blocks
 from kfqn_ext.optim.recipe import SecondPass
-from kfqn_ext.optim.sides import DenseSecant, Seen, State
-from kfqn_ext.optim.sides.pairs import start_pairs, update_pairs
 from tests.cases import assert_close
 
 MAKERS: dict[str, Callable[[nn.Module], KroneckerOptimizer]] = {
@@ -87,7 +88,7 @@ def test_together_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert got[key][0].all() == (key == "pairs_seen_A" or one is not together[0])  # before BatchNorm
 
 
-class OnePass(DenseSecant):
+class OnePass(SecantBFGS):
     """Learns in the first pass, as convolutions before BatchNorm do, and shows it."""
 
     second: ClassVar[tuple[Any, ...]] = ()
@@ -101,7 +102,7 @@ def test_each_by_its_own_recipe() -> None:
     """Layers of one kin and one pass, of which one needs no output side."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
-    recipe = replace(KBFGS.recipe, output_side=OnePass(), second_pass=SecondPass.NONE)
+    recipe = replace(KBFGS.recipe, output_inverse=OnePass(), second_pass=SecondPass.NONE)
     optimizer = KroneckerOptimizer(model, recipe=recipe, lr=0.05, damping=0.5)
     traces = []
     for _ in range(3):
@@ -123,5 +124,5 @@ def test_pairs_beside_several_identities() -> None:
 def test_kin() -> None:
     """Vectors of one dtype, and with blocks of one shape: who else is of another kin."""
     optimizer = MAKERS["KBFGS"](net())
-    kin = [blocks.kin(layer) for layer, _ in optimizer._layers()]
+    kin = [blocks.kin(block.layer) for block in optimizer._blocks()]
     assert [kin.index(one) for one in kin] == [0, 1, 1, 3, 4, 0, 6, 6]

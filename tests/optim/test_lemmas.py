@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kfqn_ext.geometry import geometry_of
 from kfqn_ext.linalg import bfgs_update, damped_inverse, powell_identity_lm
 from kfqn_ext.optim import Minibatch, ProvableKBFGSL, kappa_bounds, theorem_step_sizes
-from kfqn_ext.optim.sides.pairs import start_pairs, times_pairs, update_pairs
+from kfqn_ext.optim.inverses.lbfgs import start_pairs, times_pairs, update_pairs
 from tests import reference as ref
 from tests.cases import CONVS, FEW_EXAMPLES
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL
+from kfqn_ext.optim.inverses import HessianActionLBFGS, SecantLBFGS
 from kfqn_ext.optim.recipe import Recipe
-from kfqn_ext.optim.sides import LimitedHessianAction, LimitedSecant
 from tests.cases import assert_close
 
 F64 = torch.float64
@@ -19,7 +19,7 @@ X, Y = torch.randn(12, 2, 5, 5, dtype=F64, generator=torch.Generator().manual_se
 
 
 def limited(model: nn.Module, lr: float, memory: int = 3) -> KroneckerOptimizer:
-    recipe = Recipe(LimitedHessianAction(memory), LimitedSecant(memory=memory))
+    recipe = Recipe(HessianActionLBFGS(memory), SecantLBFGS(history_size=memory))
     return KroneckerOptimizer(model, recipe=recipe, lr=lr, damping=1.0)
 
 
@@ -182,7 +182,7 @@ def test_a_warm_start_on_bad_data_keeps_what_was_learned() -> None:
 
 def test_a_recipe_without_a_side_that_keeps_state_loads_too() -> None:
     model = net(torch.float32)
-    recipe = replace(KBFGS.recipe, input_side=LimitedHessianAction(memory=50))
+    recipe = replace(KBFGS.recipe, input_inverse=HessianActionLBFGS(history_size=50))
     optimizer = KroneckerOptimizer(model, recipe=recipe, lr=0.05, damping=1.0)
     train(model, optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL, splits
-from kfqn_ext.optim.sides import LimitedHessianAction
+from kfqn_ext.optim.inverses import HessianActionLBFGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -47,7 +47,7 @@ MEMBERS: dict[str, Any] = {
     "KFAC": lambda model: KFAC(model, lr=0.03, damping=0.3, inverse_update_freq=1),
     "trace split": lambda model: KroneckerOptimizer(model, recipe=replace(KBFGS.recipe, split=splits.trace), **COMMON),
     "L-BFGS for H_A": lambda model: KroneckerOptimizer(
-        model, recipe=replace(KBFGS.recipe, input_side=LimitedHessianAction(memory=8)), **COMMON
+        model, recipe=replace(KBFGS.recipe, input_inverse=HessianActionLBFGS(history_size=8)), **COMMON
     ),
 }
 

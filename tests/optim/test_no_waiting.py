@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfqn_ext.linalg import kronecker
 from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL, splits
+from kfqn_ext.optim.inverses import HessianActionLBFGS
 from kfqn_ext.optim.late_warning import LateWarning
-from kfqn_ext.optim.sides import LimitedHessianAction
 
 COMMON: dict[str, Any] = {"lr": 0.05, "damping": 0.5, "curvature_update_freq": 2}
 MAKERS: dict[str, Any] = {
@@ -32,7 +32,7 @@ MAKERS: dict[str, Any] = {
     "KFAC": lambda model: KFAC(model, lr=0.05, damping=0.5, stats_update_freq=2, inverse_update_freq=3),
     "trace split": lambda model: KroneckerOptimizer(model, recipe=replace(KBFGS.recipe, split=splits.trace), **COMMON),
     "L-BFGS for H_A": lambda model: KroneckerOptimizer(
-        model, recipe=replace(KBFGS.recipe, input_side=LimitedHessianAction(memory=2)), **COMMON
+        model, recipe=replace(KBFGS.recipe, input_inverse=HessianActionLBFGS(history_size=2)), **COMMON
     ),
 }
 # What makes the host wait: reading a number, and results whose shape depends on numbers.

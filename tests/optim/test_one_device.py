@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kfqn_ext.optim import Minibatch, blocks, descent, learner
+from kfqn_ext.optim import Minibatch, descent
 from kfqn_ext.optim.late_warning import LateWarning
+from kfqn_ext.optim.preconditioner import block, normalized
 from tests.optim.test_no_waiting import MAKERS, net
 
 
@@ -35,7 +36,7 @@ class OneDevice(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def what_a_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, learner):
+    for module in (block, normalized):
         monkeypatch.setattr(module, "bool", lambda value: isinstance(value, Tensor) or bool(value), raising=False)
     monkeypatch.setattr(LateWarning, "note", lambda self, flag: None)
     generator = torch.Generator()

@@ -12,9 +12,10 @@ from torch import backends, nn
 from kfqn_ext import KBFGSQuantities, KFACFactors, extend
 from kfqn_ext.geometry import ConvGeometry
 from kfqn_ext.linalg import bfgs_update_, full_precision, precision
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch, ProvableKBFGSL, blocks
-from kfqn_ext.optim.sides import direct, hessian_action, secant
-from kfqn_ext.optim.sides import pairs as limited
+from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch, ProvableKBFGSL
+from kfqn_ext.optim.inverses import direct, hessian_action, secant
+from kfqn_ext.optim.inverses import lbfgs as limited
+from kfqn_ext.optim.preconditioner import block as blocks
 
 SWITCHES = {
     "products on GPUs": backends.cuda.matmul,

@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 
 from kfqn_ext.optim import KBFGS, KBFGSL, KFAC
+from kfqn_ext.optim.inverses import GammaInverse, ScaledIdentity
 from kfqn_ext.optim.recipe import SecondPass
-from kfqn_ext.optim.sides import GammaInverse, ScaledIdentity
 
 
 @pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
 def test_a_side_that_learns_from_a_second_pass_needs_one(cls: Any) -> None:
-    side = type(cls.recipe.output_side).__name__
-    with pytest.raises(ValueError, match=rf"{side} learn.* second_pass is NONE.*output_side=ScaledIdentity"):
+    side = type(cls.recipe.output_inverse).__name__
+    with pytest.raises(ValueError, match=rf"{side} learn.* second_pass is NONE.*output_inverse=ScaledIdentity"):
         replace(cls.recipe, second_pass=SecondPass.NONE)
     with pytest.raises(ValueError, match="GammaInverse learn"):
-        replace(KBFGS.recipe, output_side=GammaInverse(), second_pass=SecondPass.NONE)
+        replace(KBFGS.recipe, output_inverse=GammaInverse(), second_pass=SecondPass.NONE)
 
 
 def test_sides_without_one_are_fine() -> None:
-    recipe = replace(KBFGS.recipe, output_side=ScaledIdentity(), second_pass=SecondPass.NONE)
+    recipe = replace(KBFGS.recipe, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
     assert recipe.second_pass is SecondPass.NONE

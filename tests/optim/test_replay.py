@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch
-from kfqn_ext.optim.replay import left_as_it_was
+from kfqn_ext.optim.passes.replay import left_as_it_was
 
 COMMON: dict[str, Any] = {"lr": 0.05, "damping": 1.0}
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3

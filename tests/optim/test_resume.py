@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch, running_mean
-from kfqn_ext.optim.sides import GammaInverse, OmegaInverse
+from kfqn_ext.optim.inverses import GammaInverse, OmegaInverse
 
 STEPS, INTERRUPTED = 10, 5  # curvature is due on every third step: not at the interruption
 OPTIMIZERS: dict[str, Any] = {
@@ -28,7 +28,9 @@ OPTIMIZERS: dict[str, Any] = {
         model,
         lr=0.01,
         damping=1.0,
-        recipe=replace(KFAC.recipe, input_side=OmegaInverse(running_mean()), output_side=GammaInverse(running_mean())),
+        recipe=replace(
+            KFAC.recipe, input_inverse=OmegaInverse(running_mean()), output_inverse=GammaInverse(running_mean())
+        ),
     ),
     "groups": lambda model: KBFGSL(
         model,

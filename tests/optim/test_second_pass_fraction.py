@@ -14,8 +14,8 @@ from torchvision.ops import StochasticDepth
 from kfqn_ext import extend
 from kfqn_ext.extensions import InputQuantities, KBFGSQuantities
 from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
+from kfqn_ext.optim.inverses import ScaledIdentity
 from kfqn_ext.optim.recipe import SecondPass
-from kfqn_ext.optim.sides import ScaledIdentity
 
 COMMON: dict[str, Any] = {"lr": 0.05, "damping": 1.0, "curvature_update_freq": 1}
 
@@ -222,8 +222,8 @@ def test_random_numbers_of_a_closure_count_too() -> None:
             noise = torch.randn_like(self.x.flip(0)).flip(0)
             return self._checked(self.loss_fn(self.model(self.x + noise), self.y))
 
-        def part(self, share: float) -> "Noisy":
-            part = super().part(share)
+        def fraction(self, fraction: float) -> "Noisy":
+            part = super().fraction(fraction)
             return Noisy(part.model, part.loss_fn, part.x, part.y)
 
     optimizer = KBFGS(model, second_pass_fraction=0.4, **COMMON | {"lr": 0.0})
@@ -234,7 +234,7 @@ def test_random_numbers_of_a_closure_count_too() -> None:
 
 def test_without_a_second_pass_every_closure_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-    recipe = replace(KBFGS.recipe, output_side=ScaledIdentity(), second_pass=SecondPass.NONE)
+    recipe = replace(KBFGS.recipe, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
     optimizer, sizes = KroneckerOptimizer(model, recipe=recipe, second_pass_fraction=0.5, **COMMON), Sizes(monkeypatch)
     minibatch = Minibatch(model, F.cross_entropy, torch.randn(8, 4), torch.arange(8) % 3)
     for _ in range(3):
@@ -248,7 +248,7 @@ def test_closures_without_parts_are_refused() -> None:
     with pytest.raises(TypeError, match="Pass a Minibatch"):
         optimizer.step(lambda: F.cross_entropy(model(data(0)[0]), data(0)[1]))
     with pytest.raises(TypeError, match="can't take a part of dict"):
-        Minibatch(model, F.cross_entropy, {"x": 1}, None).part(0.5)
+        Minibatch(model, F.cross_entropy, {"x": 1}, None).fraction(0.5)
 
 
 @pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])

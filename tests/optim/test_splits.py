@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kfqn_ext.optim.splits import Balance, equal, spatial, trace
+from kfqn_ext.linalg.splits import Balance, equal, spatial, trace
 
 F64 = torch.float64
 
@@ -20,12 +20,12 @@ def test_traces_share_it_by_the_mean_eigenvalues() -> None:
     assert float(damping_A) == pytest.approx(12.0) and float(damping_G) == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize(("power_A", "power_G", "pi"), [(1.0, 0.0, 1e3), (0.0, 1.0, 1e-3), (0.0, 0.0, 1.0)])
+@pytest.mark.parametrize(("trace_A", "trace_G", "pi"), [(1.0, 0.0, 1e3), (0.0, 1.0, 1e-3), (0.0, 0.0, 1.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_a_factor_that_is_zero_says_nothing_about_the_other(
-    power_A: float, power_G: float, pi: float, dtype: torch.dtype
+    trace_A: float, trace_G: float, pi: float, dtype: torch.dtype
 ) -> None:
     """π is held between 10⁻³ and 10³, so that neither damping vanishes beside the factor that is there."""
-    balance = Balance(1.0, torch.tensor([power_A], dtype=dtype), torch.tensor([power_G], dtype=dtype))
+    balance = Balance(1.0, torch.tensor([trace_A], dtype=dtype), torch.tensor([trace_G], dtype=dtype))
     damping_A, damping_G = trace(4.0, balance)
     assert float(damping_A) == pytest.approx(2 * pi, rel=1e-5) and float(damping_G) == pytest.approx(2 / pi, rel=1e-5)

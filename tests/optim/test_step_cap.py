@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfqn_ext.linalg.splits import Given
 from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
-from kfqn_ext.optim.splits import Given
 from tests import reference as ref
 from tests.cases import assert_close
 

@@ -89,7 +89,7 @@ def test_an_output_that_is_no_longer_used_leaves_none(name: str) -> None:
 
 
 def test_without_flushing_there_would_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("descent", "sides.moving_average", "sides.secant"):
+    for module in ("descent", "inverses.averages", "inverses.secant"):
         monkeypatch.setattr(f"kfqn_ext.optim.{module}.flush_", lambda x: x)
     with pytest.raises(AssertionError, match="momentum"):
         test_a_unit_that_dies_leaves_no_subnormal_numbers("KBFGS")

@@ -207,7 +207,7 @@ KNOWN: list[tuple[Any, Callable[..., Tensor], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("loss_fn", "sampler", "averaged"), KNOWN, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("loss_fn", "sampler", "averaged"), KNOWN)
 def test_known_losses(loss_fn: Any, sampler: Any, averaged: bool) -> None:
     got, got_averaged = sampler_for(loss_fn)
     assert (got.func if isinstance(got, partial) else got) is sampler and got_averaged is averaged
@@ -242,7 +242,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("loss_fn", "message"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("loss_fn", "message"), REFUSED)
 def test_other_losses_are_refused_by_name_with_the_way_out(loss_fn: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         sampler_for(loss_fn)

@@ -267,7 +267,7 @@ def measurements_are_used_once() -> None:
     F.cross_entropy(model(X), Y).backward()
     with pytest.warns(UserWarning, match="without measurements when curvature was due"):
         optimizer.step()
-    assert not optimizer.second_pass_due and optimizer._first is None
+    assert not optimizer.second_pass_due and optimizer._iteration is None
 
 
 def equal_memory_of_gradients() -> None:

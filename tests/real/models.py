@@ -46,7 +46,7 @@ def scalar(output: Any) -> Tensor:
 
 
 def treatments(optimizer: Any) -> dict[str, str]:
-    return {row.parameter: row.treatment for row in optimizer._planned.rows}
+    return {row.parameter: row.treatment for row in optimizer._planned.treatments}
 
 
 def works(
@@ -459,7 +459,7 @@ def covered(name: str) -> tuple[int, int, int, int]:
     with torch.device("cpu" if name == "regnet" else "meta"):  # RegNet computes its widths with tensors
         model = FAMILIES[name]()
     optimizer = KBFGS(model)
-    rows = optimizer._planned.rows
+    rows = optimizer._planned.treatments
     inside = sum(torch.Size(row.shape).numel() for row in rows if row.treatment == "Kronecker")
     total = sum(torch.Size(row.shape).numel() for row in rows)
     return len(optimizer._planned.layers), len(watch.layers(model)), inside, total

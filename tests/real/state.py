@@ -127,11 +127,11 @@ def around_schedulers() -> None:
 def older_layout() -> None:
     model, optimizer = started(KBFGS)
     saved = optimizer.state_dict()
-    for mark, found in ((None, "0, without a mark"), ("0 HessianAction DenseSecant", "0 HessianAction")):
+    for mark, found in ((None, "0, without a mark"), ("0 HessianAction SecantBFGS", "0 HessianAction")):
         old = copy.deepcopy(saved)
         for group in old["param_groups"]:
             group.pop("layout") if mark is None else group.update(layout=mark)
-        with pytest.raises(ValueError, match=f"has the layout '{found}.* reads '1 HessianAction DenseSecant'"):
+        with pytest.raises(ValueError, match=f"has the layout '{found}.* reads '2 HessianAction SecantBFGS'"):
             optimizer.load_state_dict(old)
     train(model, optimizer, 1)
 

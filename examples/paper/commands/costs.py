@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.markdown import Markdown
 from tqdm import tqdm
 
-from examples.paper import environment, records
 from examples.paper.commands.run import MethodName, ProblemName
-from examples.paper.costs.formulas import Frequencies, multiplications, state_numbers
-from examples.paper.costs.measure import Bench
-from examples.paper.costs.report import render_costs
-from examples.paper.costs.workload import Workload, layer_sizes, of_model, of_problem
+from examples.paper.costs import render_costs
 from examples.paper.defaults import frequencies
-from examples.paper.methods import METHODS
+from workloads import environment, records
+from workloads.bench import Bench
+from workloads.cost_formulas import Frequencies, multiplications, state_numbers
+from workloads.layer_sizes import layer_sizes
+from workloads.methods import METHODS
+from workloads.workload import Workload, of_model, of_problem
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,5 @@ class CostsRun:
             "steps": self.steps,
             "state_formula": state_numbers(method, layers),
             "multiplications": multiplications(method, layers, workload.batch_size, freq),
-            "command": environment.command(),
-            "environment": environment.describe(device),
+            **environment.origin("examples.paper", device),
         }

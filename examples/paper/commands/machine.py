@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 
-from examples.paper.data import Data
-from examples.paper.datasets import MissingData
-from examples.paper.problems import PROBLEMS
+from workloads.data import Data
+from workloads.datasets import MissingData
+from workloads.problems import PROBLEMS
 
 
 @dataclass(frozen=True)

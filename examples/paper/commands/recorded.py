@@ -14,15 +14,15 @@ from rich.markdown import Markdown
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from examples.paper import environment, records
 from examples.paper.commands.machine import Machine
-from examples.paper.losses import BINARY_CROSS_ENTROPY
-from examples.paper.nets import autoencoder
-from examples.paper.objective import minibatch
-from examples.paper.page import machine, markdown
-from examples.paper.problems import MNIST_WIDTHS
+from examples.paper.page import markdown
 from kfqn_ext.optim import KFAC, running_mean
-from kfqn_ext.optim.sides import GammaInverse, OmegaInverse
+from kfqn_ext.optim.inverses import GammaInverse, OmegaInverse
+from workloads import environment, records
+from workloads.losses import BINARY_CROSS_ENTROPY
+from workloads.nets import autoencoder
+from workloads.objective import minibatch
+from workloads.problems import MNIST_WIDTHS
 
 RECORD = {1: 183.0, 2: 135.0, 3: 99.7, 4: 82.5, 8: 64.1}
 """Training loss by epoch, which has 5e-6 ‖W‖² added: 0.01 at the start."""
@@ -62,8 +62,8 @@ class Recorded:
             if (_which(which), self.epochs) in done:
                 continue
             result = train(images, self.seed, targets, self.epochs, self.batch_size)
-            about = {"command": environment.command(), "environment": environment.describe(device)}
-            records.append(self.out, {"kind": "recorded", **which, "epochs": self.epochs, **result, **about})
+            origin = environment.origin("examples.paper", device)
+            records.append(self.out, {"kind": "recorded", **which, "epochs": self.epochs, **result, **origin})
         Console().print(Markdown(render(self.out)))
 
     def _check(self, images: int) -> None:
@@ -92,7 +92,9 @@ def train(images: Tensor, seed: int, targets: int, epochs: int, batch_size: int)
         lr=0.1,
         damping=3.0,
         inverse_update_freq=inverse_frequency,
-        recipe=replace(KFAC.recipe, input_side=OmegaInverse(running_mean()), output_side=GammaInverse(running_mean())),
+        recipe=replace(
+            KFAC.recipe, input_inverse=OmegaInverse(running_mean()), output_inverse=GammaInverse(running_mean())
+        ),
     )
     torch.manual_seed(targets)
     first = evaluate(model, images, batch_size)
@@ -154,7 +156,7 @@ def render(path: Path) -> str:
             means = [sum(losses) / len(losses) for losses in zip(*whole, strict=False)]
             rows.append({"seed": label, "targets": "mean", **_beside(means)})
     frame = pd.DataFrame(rows, columns=["seed", "targets", *map(str, epochs)], dtype=object)
-    return "\n\n".join([markdown(frame), *sorted({machine(run["environment"]) for run in runs})]) + "\n"
+    return "\n\n".join([markdown(frame), *sorted({environment.one_line(run["environment"]) for run in runs})]) + "\n"
 
 
 def _label(run: dict[str, Any]) -> str:

@@ -8,9 +8,10 @@ import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 
-from examples.paper import environment
-from examples.paper.costs.report import is_costs, render_costs
+from examples.paper.costs import is_costs, render_costs
 from examples.paper.page import Section, render, section_of_runs, section_of_table
+from examples.paper.sources import table_in
+from workloads import environment
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class Report:
     """
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Directories of `table`, logs of `run`, files of `costs`, in the order of the page's sections."""
+    """Directories of `table`, logs of `run`, files of `gather` and `costs`, in the order of the page's sections."""
     page: Path | None = None
-    """The page, in Markdown. Figures, PNG and PDF, go to a directory beside it."""
+    """The page, in Markdown. Figures, as PNG, go to a directory beside it."""
 
     def main(self) -> None:
         self._check()
@@ -51,7 +52,8 @@ class Report:
 
     def _text(self) -> str:
         """The page; draws its figures where it is to be written."""
-        blocks = [f"# Results\n\nMade by `{environment.command()}`; every number comes from the logs of the runs."]
+        command = environment.command("examples.paper")
+        blocks = [f"# Results\n\nMade by `{command}`; every number comes from the logs of the runs."]
         taken: set[str] = set()
         for section in self._sections():
             if isinstance(section, Path):
@@ -63,8 +65,8 @@ class Report:
         return "\n\n".join(blocks) + "\n"
 
     def _sections(self) -> list[Section | Path]:
-        """One section a directory or file of costs, in order; then one for all logs of single runs."""
-        logs = [path for path in self.paths if path.is_file() and not is_costs(path)]
-        others = [path for path in self.paths if path not in logs]
-        sections: list[Section | Path] = [section_of_table(path) if path.is_dir() else path for path in others]
-        return [*sections, section_of_runs(logs)] if logs else sections
+        """One section a table or file of costs, in order; then one for all single runs."""
+        runs = [path for path in self.paths if path.is_file() and not is_costs(path) and table_in(path) is None]
+        others = [path for path in self.paths if path not in runs]
+        sections: list[Section | Path] = [path if is_costs(path) else section_of_table(path) for path in others]
+        return [*sections, section_of_runs(runs)] if runs else sections

@@ -7,16 +7,16 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from examples.paper import environment
 from examples.paper.cell import Cell, Frequency
 from examples.paper.commands.budget import Budget
 from examples.paper.commands.machine import Machine
 from examples.paper.defaults import best, make_cell
-from examples.paper.methods import METHODS
-from examples.paper.problems import PROBLEMS
 from examples.paper.progress import Bar, sentence
-from examples.paper.records import Refused
 from examples.paper.run import run as run_cell
+from workloads import environment
+from workloads.methods import METHODS
+from workloads.problems import PROBLEMS
+from workloads.records import Refused
 
 ProblemName = Literal[tuple(PROBLEMS)]  # type: ignore[valid-type]
 MethodName = Literal[tuple(METHODS)]  # type: ignore[valid-type]

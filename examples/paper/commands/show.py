@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.paper import paper_values
-from examples.paper.methods import METHODS
-from examples.paper.problems import PROBLEMS
 from examples.paper.tables import TABLES
+from workloads.methods import METHODS
+from workloads.problems import PROBLEMS
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,18 @@ from typing import Annotated, Literal
 import tyro
 from filelock import FileLock, Timeout
 
-from examples.paper import environment
 from examples.paper.cell import Cell
 from examples.paper.commands.budget import Budget
 from examples.paper.commands.machine import Machine
 from examples.paper.commands.run import MethodName, ProblemName
 from examples.paper.defaults import Overrides
 from examples.paper.jobs import pending, work_off
-from examples.paper.page import describe
 from examples.paper.progress import Board
 from examples.paper.results import found, load
+from examples.paper.sources import describe
 from examples.paper.tables import TABLES, Table, Values, cells_of, parse_changes
 from examples.paper.worker import Job
+from workloads import environment
 
 TableName = Literal[tuple(TABLES)]  # type: ignore[valid-type]
 
@@ -125,7 +125,7 @@ class TableRun:
             device=str(self.machine.torch_device()),
             threads=self.machine.threads_for(self.jobs),
             checkpoint_every=self.checkpoint_every,
-            command=environment.command(),
+            command=environment.command("examples.paper"),
             jobs=self.jobs,
         )
 

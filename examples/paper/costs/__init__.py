@@ -1,1 +1,0 @@
-"""``table_4`` and ``table_5``, measured and as formulas."""

@@ -1,0 +1,94 @@
+"""How the damping λ of a layer's block is shared by its two factors: λ ↦ (λ_A, λ_G) with λ_A λ_G = λ.
+
+A split is a function of λ and a :class:`Balance`. One that reads ``balance.traces`` says so by
+:func:`needs_traces`, since somebody has to measure them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What is known of the sizes of a layer's two factors.
+
+    Attributes:
+        num_locations: |T|.
+        trace_A: Mean eigenvalue tr(A) / d_in, [*B], or None where nothing measures it.
+        trace_G: Mean eigenvalue tr(Γ) / d_out, [*B], or None.
+    """
+
+    num_locations: float
+    trace_A: Tensor | None = None
+    trace_G: Tensor | None = None
+
+    @property
+    def traces(self) -> tuple[Tensor, Tensor]:
+        """Both mean eigenvalues.
+
+        Raises:
+            ValueError: Where they were not measured.
+        """
+        if self.trace_A is None or self.trace_G is None:
+            raise ValueError(
+                "This split of the damping reads the traces of A and Γ, and nothing measures them. Declare it: "
+                "@needs_traces of kfqn_ext.linalg.splits above its function, or needs_traces(f)."
+            )
+        return self.trace_A, self.trace_G
+
+
+Split = Callable[[float, Balance], tuple[float | Tensor, float | Tensor]]
+_S = TypeVar("_S", bound=Callable[..., Any])
+
+
+def needs_traces(split: _S) -> _S:
+    """Declare that a split reads ``balance.traces``; ``functools.wraps`` hands it on to a wrapper."""
+    split.needs_traces = True  # type: ignore[attr-defined]
+    return split
+
+
+def reads_traces(split: Split) -> bool:
+    """Whether a split has declared that it reads the traces."""
+    return bool(getattr(split, "needs_traces", False))
+
+
+def spatial(damping: float, balance: Balance) -> tuple[float | Tensor, float | Tensor]:
+    """λ_A = √|T| √λ and λ_G = √λ / √|T|, ``algo_8``: as if both factors were sums over √|T| locations.
+
+    The reasons are in ``sec_12`` and ``sec_18``.
+    """
+    T = balance.num_locations
+    return (damping * T) ** 0.5, (damping / T) ** 0.5
+
+
+def equal(damping: float, balance: Balance) -> tuple[float | Tensor, float | Tensor]:
+    """λ_A = λ_G = √λ, as K-BFGS-20 splits it; π = 1 for KFAC."""
+    return damping**0.5, damping**0.5
+
+
+@needs_traces
+def trace(damping: float, balance: Balance) -> tuple[float | Tensor, float | Tensor]:
+    """λ_A = π √λ and λ_G = √λ / π with π² = (tr(A) / d_in) / (tr(Γ) / d_out), ``line_11`` of ``algo_1``.
+
+    π is held between 10⁻³ and 10³: a factor that is zero says nothing about the other.
+    """
+    trace_A, trace_G = balance.traces
+    tiny = torch.finfo(trace_A.dtype).tiny
+    pi = (trace_A.clamp(min=tiny) / trace_G.clamp(min=tiny)).sqrt().clamp(1e-3, 1e3)
+    return pi * damping**0.5, damping**0.5 / pi
+
+
+@dataclass(frozen=True)
+class Given:
+    """λ_A and λ_G as numbers of their own, as in ``algo_7``."""
+
+    damping_A: float
+    damping_G: float
+
+    def __call__(self, damping: float, balance: Balance) -> tuple[float | Tensor, float | Tensor]:
+        """Return (λ_A, λ_G)."""
+        return self.damping_A, self.damping_G

@@ -1,0 +1,1 @@
+"""Parameter groups: which parameter gets which treatment, with which hyperparameters."""

@@ -1,0 +1,176 @@
+"""Which parameter gets which treatment, and why: decided once, for all parameters, before anything is changed."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfqn_ext.errors import UnsupportedLayerError
+from kfqn_ext.geometry import LayerGeometry, geometry_of, is_layer, refusal
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer with a Kronecker block.
+
+    Attributes:
+        name: Its name in the model.
+        module: The layer.
+        geometry: What it computes.
+        weight: Its weight; the block's state is kept under it.
+        bias: Its bias where that is optimized too.
+    """
+
+    name: str
+    module: nn.Module
+    geometry: LayerGeometry
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A layer with its hyperparameters and its state, as they are in this step.
+
+    torch replaces groups and states when it loads, so that nothing may hold a block from one step to the next.
+
+    Attributes:
+        layer: The layer.
+        group: The parameter group of its weight.
+        state: The optimizer's state of its weight; a new dictionary where there is none yet.
+    """
+
+    layer: Layer
+    group: dict[str, Any]
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """A line of the table of treatments."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    treatment: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layers by weight, the biases they cover, and the table a person reads."""
+
+    layers: dict[Tensor, Layer]
+    covered: frozenset[Tensor]
+    treatments: tuple[Treatment, ...]
+
+    def blocks(self, groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]) -> list[Block]:
+        """All layers as they stand now, in the order of the groups' parameters."""
+        return [
+            Block(self.layers[p], group, state.get(p, {}))  # get: reading state[p] would make an entry
+            for group in groups
+            for p in group["params"]
+            if p in self.layers
+        ]
+
+
+def working_dtype(p: Tensor) -> torch.dtype:
+    """The dtype of a parameter's state: its own, float32 at least."""
+    return torch.promote_types(p.dtype, torch.float32)
+
+
+def make_plan(model: nn.Module, group_of: dict[Tensor, int]) -> Plan:
+    """Assign every optimized parameter to a Kronecker block or to the momentum direction.
+
+    Args:
+        model: The model.
+        group_of: Index of the parameter group of each optimized parameter.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: If a layer's weight and bias are in different groups, or a parameter is not the model's.
+        UnsupportedLayerError: If no layer can be measured, or the model is lazy and has not run yet.
+    """
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    strangers = [tuple(p.shape) for p in group_of if p not in names]
+    if strangers:
+        raise ValueError(
+            f"Parameters of shapes {strangers} are not parameters of the model. Pass params=None for all of the "
+            "model's, or a subset of model.parameters()."
+        )
+    lazy = [name for p, name in names.items() if isinstance(p, nn.UninitializedParameter)]
+    if lazy:
+        raise UnsupportedLayerError(
+            f"{', '.join(lazy)}: lazy parameters without a shape yet. Run one forward pass, then build the optimizer."
+        )
+    layers, reasons = _find_layers(model, group_of)
+    covered = frozenset(layer.bias for layer in layers.values() if layer.bias is not None)
+    _check_groups(layers, group_of)
+    treatments = tuple(_treatment(names[p], p, layers, covered, reasons, model) for p in group_of)
+    if not layers:
+        found = "; ".join(f"{names[p]}: {reason}" for p, reason in reasons.items()) or "no Linear or Conv layer"
+        raise UnsupportedLayerError(
+            f"{type(model).__name__} has no layer with a Kronecker block ({found}). "
+            "Use a torch.optim optimizer, or register your kind of layer with kfqn_ext.geometry.register."
+        )
+    return Plan(layers, covered, treatments)
+
+
+def _find_layers(model: nn.Module, group_of: dict[Tensor, int]) -> tuple[dict[Tensor, Layer], dict[Tensor, str]]:
+    owners: Counter[Tensor] = Counter(
+        p for module in model.modules() for p in module._parameters.values() if p is not None
+    )
+    layers: dict[Tensor, Layer] = {}
+    reasons: dict[Tensor, str] = {}
+    for name, module in model.named_modules():
+        if not is_layer(module):
+            continue
+        reason = refusal(module)
+        parameters = list(module.parameters())  # those of a parametrization included
+        if reason is None and owners[module.weight] > 1:
+            reason = "its weight belongs to several modules, and its gradient is the sum over all of them"
+        if reason is not None:
+            reasons.update(dict.fromkeys(parameters, reason))
+            continue
+        geometry = geometry_of(module)
+        if geometry is not None and module.weight in group_of:
+            bias = getattr(module, "bias", None)
+            bias = bias if bias is not None and bias in group_of and owners[bias] == 1 else None
+            layers[module.weight] = Layer(name or type(module).__name__, module, geometry, module.weight, bias)
+    return layers, reasons
+
+
+def _check_groups(layers: dict[Tensor, Layer], group_of: dict[Tensor, int]) -> None:
+    split = [
+        layer.name
+        for layer in layers.values()
+        if layer.bias is not None and group_of[layer.weight] != group_of[layer.bias]
+    ]
+    if split:
+        raise ValueError(
+            f"Weight and bias of {', '.join(split)} are in different parameter groups, but they are one matrix "
+            "W = [weight, bias] with one step. Put both into the same group."
+        )
+
+
+def _treatment(
+    name: str,
+    p: Tensor,
+    layers: dict[Tensor, Layer],
+    covered: frozenset[Tensor],
+    reasons: dict[Tensor, str],
+    model: nn.Module,
+) -> Treatment:
+    shape = tuple(p.shape)
+    if p in layers:
+        geometry = layers[p].geometry
+        blocks = f"{geometry.groups} × " if geometry.groups > 1 else ""
+        return Treatment(name, shape, "Kronecker", f"H_G {blocks}[{geometry.d_out}²], H_A {blocks}[{geometry.d_in}²]")
+    if p in covered:
+        return Treatment(name, shape, "Kronecker", "last column of its layer's W")
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return Treatment(name, shape, "momentum", reasons.get(p, f"{type(owner).__name__} is not of the form h = W a"))

@@ -1,0 +1,23 @@
+"""The text of ``repr(optimizer)``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kfqn_ext.optim.groups.plan import Treatment
+from kfqn_ext.optim.groups.schedules import WRITTEN
+
+_HIDDEN = ("params", "param_names", "layout", WRITTEN)
+
+
+def render(name: str, groups: Sequence[dict[str, Any]], treatments: Sequence[Treatment]) -> str:
+    """Lay out hyperparameters by group and the treatment of every parameter."""
+    lines = [f"{name} ("]
+    for i, group in enumerate(groups):
+        values = ", ".join(f"{k}={v}" for k, v in group.items() if k not in _HIDDEN)
+        lines.append(f"  group {i}: {values}")
+    cells = [("parameter", "shape", "treatment", "how, or why")]
+    cells += [(r.parameter, "×".join(map(str, r.shape)) or "scalar", r.treatment, r.reason) for r in treatments]
+    widths = [max(len(row[i]) for row in cells) for i in range(3)]
+    for row in cells:
+        lines.append("  " + "  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=True)), row[3]]))
+    return "\n".join([*lines, ")"])

@@ -1,0 +1,90 @@
+"""Hyperparameters as functions of the step k = 1, 2, …, and which of a group's values came from one.
+
+A group holds numbers only, so that it can be saved and loaded; the functions stay with the optimizer. Beside its values
+a group keeps what its schedules last wrote: who sets another value has taken over, for good and also after loading.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from kfqn_ext.optim.groups.hyperparameters import UPDATE_FREQS
+from kfqn_ext.optim.groups.validation import check_group
+
+Schedule = Callable[[int], Any]
+SCHEDULABLE = ("lr", "damping", *UPDATE_FREQS, "inverse_update_freq", "weight_decay")
+WRITTEN = "scheduled"  # of a group: values by name as its schedules last wrote them, None where one was overruled
+
+
+def burn_in(final: int = 20, growth: int = 20) -> Callable[[int], int]:
+    """Update frequency that starts at every step and grows in proportion to the steps taken.
+
+    T(k) = min(final, max(1, k // growth)): 1 for the first 2 · growth steps, ``final`` after final · growth.
+    Activations grow fast early on, and an inverse that is not updated meanwhile makes the loss diverge.
+
+    Args:
+        final: T in the end.
+        growth: Steps per unit of T.
+
+    Returns:
+        The schedule.
+    """
+    return lambda k: min(final, max(1, k // growth))
+
+
+BURN_IN = burn_in()
+
+
+def dense_then(every: int = 20, until: int = 20) -> Callable[[int], int]:
+    """Update frequency 1 up to step ``until``, then ``every``: the published codes' schedule of KFAC's inverses."""
+    return lambda k: 1 if k <= until else every
+
+
+def running_mean(decay: float = 0.9) -> Callable[[int], float]:
+    """Weight β of a moving average that starts as the mean of all minibatches: β(k) = min(1 - 1/k, decay).
+
+    For the ``decay`` of :class:`~kfqn_ext.optim.inverses.OmegaInverse` and its like; from Martens and Grosse,
+    "Optimizing neural networks with Kronecker-factored approximate curvature" (2015). It is the mean where every
+    minibatch enters (T₁ = 1), for k counts steps: with T₁ > 1 what was found first, in a warm start or the first
+    minibatch, weighs more than the rest. With T₁ = 1 that is forgotten at k = 1, where β is 0.
+
+    Args:
+        decay: β in the end.
+
+    Returns:
+        The schedule.
+    """
+    return lambda k: min(1.0 - 1.0 / k, decay)
+
+
+def take_schedules(group: dict[str, Any], step: int) -> dict[str, Schedule]:
+    """Replace a group's functions by their values for the next step, and return the functions."""
+    found: dict[str, Schedule] = {key: group[key] for key in SCHEDULABLE if callable(group.get(key))}
+    _write(group, {key: schedule(step + 1) for key, schedule in found.items()})
+    return found
+
+
+def apply_schedules(group: dict[str, Any], schedules: dict[str, Schedule]) -> None:
+    """Set a group's scheduled values for the step that begins, except those that somebody else has set meanwhile.
+
+    Raises:
+        ValueError: If a schedule has left the range of its hyperparameter; the group keeps its values.
+    """
+    if schedules:
+        step = group["step"] + 1
+        values = {key: schedule(step) for key, schedule in schedules.items() if _is_followed(group, key)}
+        check_group({**group, **values})
+        _write(group, values, dict.fromkeys(schedules))
+
+
+def _is_followed(group: dict[str, Any], key: str) -> bool:
+    """Whether a value is still the one that its schedule wrote; of a group that was saved without one, any is."""
+    written = group.get(WRITTEN, {})
+    return key not in written or bool(written[key] is not None and written[key] == group[key])
+
+
+def _write(group: dict[str, Any], values: dict[str, Any], others: dict[str, Any] | None = None) -> None:
+    # Numbers, as torch's schedulers change a tensor in place.
+    written = {key: float(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+    group.update({**values, WRITTEN: {**(others or {}), **written}})

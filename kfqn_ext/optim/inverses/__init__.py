@@ -1,0 +1,25 @@
+"""How one Kronecker inverse is learned: the columns of the table that is the optimizer package."""
+
+from kfqn_ext.optim.inverses.base import InputInverse, Inverse, Measured, OutputInverse, Seen, State
+from kfqn_ext.optim.inverses.direct import BatchInverse, GammaInverse, OmegaInverse
+from kfqn_ext.optim.inverses.hessian_action import HessianAction, HessianActionLBFGS, MovingHessianAction
+from kfqn_ext.optim.inverses.scaled_identity import ScaledIdentity
+from kfqn_ext.optim.inverses.secant import SecantBFGS, SecantLBFGS
+
+__all__ = [
+    "BatchInverse",
+    "GammaInverse",
+    "HessianAction",
+    "HessianActionLBFGS",
+    "InputInverse",
+    "Inverse",
+    "Measured",
+    "MovingHessianAction",
+    "OmegaInverse",
+    "OutputInverse",
+    "ScaledIdentity",
+    "SecantBFGS",
+    "SecantLBFGS",
+    "Seen",
+    "State",
+]

@@ -1,0 +1,30 @@
+"""The moving average of a factor over minibatches, with a weight β that may depend on the step."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kfqn_ext.linalg import flush_
+from kfqn_ext.optim.inverses.base import Seen
+
+Decay = float | Callable[[int], float]
+"""β in A ← βA + (1 - β) A of this minibatch, or a function of the step k = 1, 2, …; at 1 the average stays."""
+
+
+def check_decay(decay: Decay) -> None:
+    """Raise a ValueError where β is none, at the first step if it is a function."""
+    beta = _at(decay, 1)
+    if not isinstance(beta, int | float) or not 0 <= beta <= 1:
+        found = f"{beta!r} at step 1" if callable(decay) else repr(beta)
+        raise ValueError(f"Invalid decay: {found}. It must be a number β with 0 <= β <= 1, or a function k ↦ β.")
+
+
+def move_towards(average: Tensor, value: Tensor, decay: Decay, seen: Seen) -> None:
+    """Move: average ← β average + (1 - β) value, ``line_3`` of ``algo_1``, where the value is finite."""
+    finite = torch.isfinite(value).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
+    flush_(average.lerp_(torch.where(finite, value, average), 1.0 - _at(decay, seen.step)))
+
+
+def _at(decay: Decay, step: int) -> float:
+    return decay(step) if callable(decay) else decay

@@ -1,0 +1,97 @@
+"""Inverses that are computed, not learned: of this minibatch's A (``algo_7``), and of KFAC's moving averages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kfqn_ext.extensions import InputGram, KFACFactors
+from kfqn_ext.linalg import damped_inverse
+from kfqn_ext.optim.inverses.averages import Decay, check_decay, move_towards
+from kfqn_ext.optim.inverses.base import InputInverse, Kinds, Measured, OutputInverse, Seen, State
+
+
+def _mean_eigenvalue(A: Tensor) -> Tensor:
+    return A.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+@dataclass(frozen=True)
+class BatchInverse(InputInverse):
+    """H_A = (A + λ_A I)⁻¹ with A of this minibatch alone, ``algo_7``."""
+
+    first: ClassVar[Kinds] = (InputGram,)
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        assert measured.A is not None
+        state["H_A"] = damped_inverse(measured.A, damping)
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, measured, value in zip(states, seen.first, damping, strict=True):
+            inverse = damped_inverse(measured[InputGram].A, value)
+            finite = torch.isfinite(inverse).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
+            state["H_A"] = torch.where(finite, inverse, state["H_A"])
+
+
+@dataclass(frozen=True)
+class OmegaInverse(InputInverse):
+    """H_Ω = (Ω + λ_A I)⁻¹ with a moving average Ω, ``line_11`` of ``algo_1``.
+
+    Attributes:
+        decay: β in Ω ← βΩ + (1 - β) Ω of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
+    """
+
+    decay: Decay = 0.9
+    second: ClassVar[Kinds] = (KFACFactors,)
+    starts_from: ClassVar[Kinds] = (KFACFactors,)
+
+    def __post_init__(self) -> None:
+        """Check β."""
+        check_decay(self.decay)
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        state["Omega"] = measured[KFACFactors].Omega
+        self.update_inverse(state, damping)
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, measured in zip(states, seen.second, strict=True):
+            move_towards(state["Omega"], measured[KFACFactors].Omega, self.decay, seen)
+
+    def update_inverse(self, state: State, damping: Tensor) -> None:  # noqa: D102
+        state["H_A"] = damped_inverse(state["Omega"], damping)
+
+    def trace(self, state: State) -> Tensor | None:  # noqa: D102
+        return _mean_eigenvalue(state["Omega"])
+
+
+@dataclass(frozen=True)
+class GammaInverse(OutputInverse):
+    """H_Γ = (Γ + λ_G I)⁻¹ with a moving average Γ from sampled targets, ``line_11`` of ``algo_1``.
+
+    Attributes:
+        decay: β in Γ ← βΓ + (1 - β) Γ of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
+    """
+
+    decay: Decay = 0.9
+    fisher: ClassVar[bool] = True
+    second: ClassVar[Kinds] = (KFACFactors,)
+    starts_from: ClassVar[Kinds] = (KFACFactors,)
+
+    def __post_init__(self) -> None:
+        """Check β."""
+        check_decay(self.decay)
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        state["Gamma"] = measured[KFACFactors].Gamma
+        self.update_inverse(state, damping)
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, measured in zip(states, seen.second, strict=True):
+            move_towards(state["Gamma"], measured[KFACFactors].Gamma, self.decay, seen)
+
+    def update_inverse(self, state: State, damping: Tensor) -> None:  # noqa: D102
+        state["H_G"] = damped_inverse(state["Gamma"], damping)
+
+    def trace(self, state: State) -> Tensor | None:  # noqa: D102
+        return _mean_eigenvalue(state["Gamma"])

@@ -1,0 +1,132 @@
+"""H_A by BFGS along s = H_A ā with the exact action y = A s + λ_A s of a matrix that is known, ``eq_1``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kfqn_ext.extensions import InputGram, InputQuantities
+from kfqn_ext.linalg import bfgs_update_each_, damped_inverse
+from kfqn_ext.linalg.padded import stack, times_each
+from kfqn_ext.linalg.pairs import dot
+from kfqn_ext.optim.inverses.averages import Decay, check_decay, move_towards
+from kfqn_ext.optim.inverses.base import InputInverse, Kinds, Measured, Seen, State, count, start_count, times
+from kfqn_ext.optim.inverses.lbfgs import check_history_size, start_pairs, times_pairs, update_pairs
+
+
+def _actions(rule: InputInverse, states: Sequence[State], seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """(s, A s + λ_A s) of each layer for this minibatch's A, [L, *B, d]."""
+    pairs = [_action(rule, state, measured) for state, measured in zip(states, seen.first, strict=True)]
+    s, A_s = (stack(vectors) for vectors in zip(*pairs, strict=True))
+    _note_leverage(states, s, seen)
+    y = A_s + damping.unsqueeze(-1) * s
+    return torch.where(seen.finite, s, 0.0), torch.where(seen.finite, y, 0.0)
+
+
+def _action(rule: InputInverse, state: State, measured: Measured) -> tuple[Tensor, Tensor]:
+    """(s, A s) of one layer; the pass that made its first H_A has formed A instead of probing."""
+    moments = measured[InputQuantities]
+    if moments.s is not None and moments.A_s is not None:
+        return moments.s, moments.A_s
+    s = rule.precondition(state, moments.a_bar.unsqueeze(-2)).squeeze(-2)
+    return s, moments.A @ s if measured.A is None else times(measured.A, s)
+
+
+def _note_leverage(states: Sequence[State], s: Tensor, seen: Seen) -> None:
+    """Keep |T| āᵀ H_A ā: at most 1 for every exact inverse, so how far above 1 it is tells how stale H_A is."""
+    moments = [measured[InputQuantities] for measured in seen.first]
+    products = dot(s, stack(m.a_bar for m in moments)).squeeze(-1)
+    leverage = torch.stack(torch._foreach_mul(products.unbind(), [float(m.num_locations) for m in moments]))
+    kept = [state["leverage"] for state in states]
+    torch._foreach_copy_(kept, torch.where(seen.finite, leverage, torch.stack(kept)).unbind())
+
+
+@dataclass(frozen=True)
+class HessianAction(InputInverse):
+    """Hessian-action BFGS, "minibatched", ``sec_13``: A is this minibatch's and is never formed."""
+
+    first: ClassVar[Kinds] = (InputQuantities,)
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        assert measured.A is not None
+        state["H_A"] = damped_inverse(measured.A, damping)
+        start_count(state, "pairs_seen_A", damping)
+        state["leverage"] = torch.zeros_like(damping)
+
+    def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
+        # None in the very pass that measures A for the first H_A.
+        return times(state["H_A"], a_bar) if "H_A" in state else None
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        s, y = _actions(self, states, seen, damping)
+        kept = bfgs_update_each_([state["H_A"] for state in states], s, y)
+        count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+
+
+@dataclass(frozen=True)
+class MovingHessianAction(HessianAction):
+    """Hessian-action BFGS of K-BFGS-20: A is a moving average of the minibatches', formed and kept.
+
+    Attributes:
+        decay: β in A ← βA + (1 - β) A of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
+    """
+
+    decay: Decay = 0.9
+    first: ClassVar[Kinds] = (InputQuantities, InputGram)
+
+    def __post_init__(self) -> None:
+        """Check β."""
+        check_decay(self.decay)
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        super().start(state, like, measured, damping)
+        assert measured.A is not None
+        state["A"] = measured.A
+
+    def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
+        return None
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, measured in zip(states, seen.first, strict=True):
+            move_towards(state["A"], measured[InputGram].A, self.decay, seen)
+        inverses = [state["H_A"] for state in states]
+        s = times_each(inverses, stack(measured[InputQuantities].a_bar for measured in seen.first))
+        _note_leverage(states, s, seen)
+        s = torch.where(seen.finite, s, 0.0)
+        y = times_each([state["A"] for state in states], s) + damping.unsqueeze(-1) * s
+        kept = bfgs_update_each_(inverses, s, y)
+        count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+
+
+@dataclass(frozen=True)
+class HessianActionLBFGS(InputInverse):
+    """Minibatched Hessian action with L-BFGS: H_A from I / λ_A and the last p pairs, p d_in numbers.
+
+    Attributes:
+        history_size: p.
+    """
+
+    history_size: int = 100
+
+    def __post_init__(self) -> None:
+        """Check p."""
+        check_history_size(self.history_size)
+
+    first: ClassVar[Kinds] = (InputQuantities,)
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        start_pairs(state, "A", like, self.history_size, 1.0 / damping)
+        start_count(state, "pairs_seen_A", damping)
+        state["leverage"] = torch.zeros_like(damping)
+
+    def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
+        return times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else None
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        kept = update_pairs(states, "A", *_actions(self, states, seen, damping), 1.0 / damping)
+        count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+
+    def precondition(self, state: State, M: Tensor) -> Tensor:  # noqa: D102
+        return times_pairs(state, "A", M.mT).mT

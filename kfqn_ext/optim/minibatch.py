@@ -1,0 +1,120 @@
+"""A closure for one minibatch: what ``optimizer.step`` evaluates, once or twice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfqn_ext.geometry import fraction_size
+from kfqn_ext.optim.targets import Sampler, loss_of_samples, sampler_for, terms_per_datum
+
+
+class Minibatch:
+    """Loss of a model on one minibatch, as a closure for ``step``.
+
+    Example:
+        >>> import torch
+        >>> from kfqn_ext.optim import KBFGS, Minibatch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> optimizer = KBFGS(model, lr=0.1, damping=1.0)
+        >>> batch = Minibatch(model, torch.nn.functional.cross_entropy, torch.rand(8, 4), torch.arange(8) % 3)
+        >>> loss = optimizer.step(batch)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        x: Any,
+        y: Any,
+        sample_targets: Sampler | None = None,
+    ) -> None:
+        """Hold a minibatch.
+
+        Args:
+            model: The model.
+            loss_fn: Maps (model output, y) to a scalar, a mean over data unless the optimizer was told "sum". Where it
+                is a module, its own parameters get the gradient of the first pass alone; clearing it is up to you.
+            x: The model's input; data along dimension 0 of a tensor.
+            y: The targets.
+            sample_targets: f(output, y, generator) -> targets from the predictive distribution, for optimizers that
+                sample (KFAC). Not needed for cross entropy, binary cross entropy with logits and squared error of
+                ``torch.nn``; for a loss that averages nothing but data, one of :mod:`kfqn_ext.optim.targets`.
+
+        Raises:
+            ValueError: If ``x`` is a tensor without data.
+        """
+        if isinstance(x, Tensor) and (x.ndim == 0 or x.shape[0] == 0):
+            raise ValueError(
+                f"Minibatch: the input has shape {list(x.shape)}, so there is no datum to learn from. "
+                "Drop empty batches (DataLoader(drop_last=True))."
+            )
+        self.model = model
+        self.loss_fn = loss_fn
+        self.x = x
+        self.y = y
+        self.sample_targets = sample_targets
+
+    def loss(self) -> Tensor:
+        """Evaluate the loss.
+
+        Raises:
+            ValueError: If the loss is not a scalar.
+        """
+        return self._checked(self.loss_fn(self.model(self.x), self.y))
+
+    def __call__(self) -> Tensor:
+        """Clear gradients, evaluate the loss, run its backward pass, and return it."""
+        loss = self.loss()
+        self.model.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def fraction(self, fraction: float) -> "Minibatch":
+        """The first data of the minibatch: a fraction of it, rounded up.
+
+        Raises:
+            TypeError: If input or targets are not tensors.
+        """
+        if not isinstance(self.x, Tensor) or not isinstance(self.y, Tensor):
+            raise TypeError(
+                f"Minibatch: can't take a part of {type(self.x).__name__} and {type(self.y).__name__}; both must be "
+                "tensors with data along dimension 0. Use second_pass_fraction=1.0."
+            )
+        size = fraction_size(len(self.x), fraction)
+        return Minibatch(self.model, self.loss_fn, self.x[:size], self.y[:size], self.sample_targets)
+
+    def sampled(self, seed: int) -> None:
+        """Run a forward and backward pass of the loss with targets sampled from the predictive distribution.
+
+        A loss that averages K likelihood terms of a datum is scaled by √K, so that the second moment of its
+        gradients is the curvature of the loss.
+
+        Args:
+            seed: Seeds the sampling, which leaves the global random numbers alone.
+
+        Raises:
+            ValueError: If nothing says what distribution the loss belongs to.
+        """
+        output = self.model(self.x)
+        loss_fn = self.loss_fn
+        if self.sample_targets is not None:
+            sampler, averaged = self.sample_targets, False
+        else:
+            sampler, averaged = sampler_for(loss_fn)
+            loss_fn = loss_of_samples(loss_fn)
+        generator = torch.Generator(output.device).manual_seed(seed)
+        y = sampler(output, self.y, generator)
+        loss = self._checked(loss_fn(output, y)) * terms_per_datum(output, self.y, sampler, averaged) ** 0.5
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _checked(loss: Tensor) -> Tensor:
+        if not isinstance(loss, Tensor) or loss.ndim != 0:
+            found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise ValueError(
+                f"Minibatch: the loss has {found}, not that of a scalar. Let loss_fn average over data, "
+                "e.g. reduction='mean' or .mean()."
+            )
+        return loss

@@ -1,0 +1,604 @@
+"""The step that all members of the family share: one direction, one update, and a closure that is called twice."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, overload
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from kfqn_ext.extensions import KBFGSQuantities, extend
+from kfqn_ext.linalg.operators import Inverses
+from kfqn_ext.optim.descent import descend
+from kfqn_ext.optim.groups.hyperparameters import BY_GROUP, Shared, complete, shows_all_keywords, update_freq
+from kfqn_ext.optim.groups.plan import Block, Layer, Plan, make_plan, working_dtype
+from kfqn_ext.optim.groups.repr import render
+from kfqn_ext.optim.groups.schedules import Schedule, apply_schedules, take_schedules
+from kfqn_ext.optim.groups.validation import check_group
+from kfqn_ext.optim.late_warning import LateWarning
+from kfqn_ext.optim.passes import checks
+from kfqn_ext.optim.passes.gradient_watch import GradientWatch
+from kfqn_ext.optim.passes.measurement import Results
+from kfqn_ext.optim.passes.passes import Passes
+from kfqn_ext.optim.passes.replay import left_as_it_was
+from kfqn_ext.optim.preconditioner import checkpoint
+from kfqn_ext.optim.preconditioner.block import is_empty, is_started, start_empty
+from kfqn_ext.optim.preconditioner.diagnostics import LayerDiagnostics, diagnose
+from kfqn_ext.optim.preconditioner.normalized import Normalizers
+from kfqn_ext.optim.preconditioner.operators import inverses
+from kfqn_ext.optim.preconditioner.preconditioner import Preconditioner
+from kfqn_ext.optim.recipe import Recipe, SecondPass
+
+Closure = Callable[[], Tensor]
+_NEVER_RAN = "A second pass was due and never ran: curvature was not updated. See second_pass_due."
+
+
+@dataclass(eq=False)
+class Iteration:
+    """One minibatch on its way through a step; dropped when it is done.
+
+    Attributes:
+        k: The number of its step, from 1.
+        first: What the first pass measured.
+        fraction: Of the minibatch, what a second pass has to run.
+        normalizers: What the network was found to normalize, where it was looked at.
+        due: Layers that a second pass is wanted for, now.
+        loss: Where the step depends on it.
+        finite: Whether the gradients were, bool [], once the step is taken.
+        inverting: Layers whose inverses are recomputed when it is done.
+        rejected: Layers that were measured, but not finite.
+    """
+
+    k: int
+    first: Results
+    fraction: float
+    normalizers: Normalizers | None = None
+    due: list[Layer] = field(default_factory=list)
+    loss: Tensor | None = None
+    finite: Tensor | None = None
+    inverting: list[Layer] = field(default_factory=list)
+    rejected: set[Layer] = field(default_factory=set)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the parameters have moved."""
+        return self.finite is not None
+
+
+@shows_all_keywords
+class KroneckerOptimizer(Optimizer):
+    """Steps p = H_G M H_A for each linear and convolutional layer of a model, as a recipe says.
+
+    With M the momentum of the gradient, M ← βM + ∂W, and W = [weight, bias]::
+
+        W ← W - α (H_G M H_A + γ W)
+
+    Parameters without such a block take p = M at the recipe's fallback rate, and the same decay. When curvature is
+    due, a second pass over the same minibatch tells H_A and H_G what they learn from.
+
+    A batch with a gradient that is not finite, or with a ``step_cap`` and such a loss, changes neither parameters nor
+    state, with one warning.
+
+    State per layer, under its weight: ``momentum`` [*B, d_out, d_in] and what the inverses keep (``H_A``, ``H_G``, …),
+    in the weight's dtype, float32 at least.
+    """
+
+    recipe: Recipe
+    _update_freq = "curvature_update_freq"  # what a group calls T
+    _plan: Plan | None = None  # until torch's constructor has taken the groups
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Any = None,
+        *,
+        recipe: Recipe,
+        lr: float | Tensor | Schedule,
+        damping: float | Schedule,
+        curvature_update_freq: int | Schedule = 1,
+        inverse_update_freq: int | Schedule = 1,
+        **shared: Unpack[Shared],
+    ) -> None:
+        """Plan the treatment of every parameter, then extend the model.
+
+        Args:
+            model: The model; :func:`kfqn_ext.extend` is called on it.
+            params: Parameters or groups of them, as for any ``torch.optim`` optimizer; all of the model's if None.
+                Every hyperparameter but ``step_cap``, ``second_pass_fraction`` and ``reduction`` can be set by group.
+            recipe: The row of the table.
+            lr: α ≥ 0. A function of the step k = 1, 2, … makes a schedule, here and below, until somebody else sets
+                the group's value.
+            damping: λ > 0, in units of the loss's second derivative.
+            curvature_update_freq: T ≥ 1: the inverses learn when k is a multiple of T.
+            inverse_update_freq: T₂ ≥ 1: inverses that are not learned pair by pair are recomputed when k is a
+                multiple of T₂.
+            **shared: As follows.
+            momentum: β in [0, 1).
+            weight_decay: γ ≥ 0, decoupled from the momentum.
+            step_cap: κ: shorten the step where its squared length in the preconditioned norm, α² Σ⟨p, M⟩, exceeds
+                κ |f|, a share of the loss. Needs the closure's loss, a number.
+            direction_dtype: dtype of the products H_G M H_A, from copies of dense inverses that are renewed when these
+                change. None for the inverses' own. ``torch.bfloat16`` costs a fraction where the device has it.
+            second_pass_fraction: In (0, 1]: fraction of the minibatch, its first data, that curvature is learned from;
+                the gradient is always the whole minibatch's. Needs a loss that weights all data alike. With BatchNorm
+                in training mode, or where the first pass draws random numbers, the second pass still takes the whole,
+                and only A s before a normalization the part.
+            reduction: "mean" or "sum": what the loss does over the data of a batch.
+
+        Raises:
+            ValueError: If a hyperparameter is out of range or the groups do not fit the layers.
+            UnsupportedLayerError: If the model has no layer with a Kronecker block.
+        """
+        options = complete(type(self).__name__, shared)
+        step_cap, fraction, reduction = (options[k] for k in ("step_cap", "second_pass_fraction", "reduction"))
+        checks.options(step_cap, fraction)
+        KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
+        defaults = {
+            "lr": lr,
+            "damping": damping,
+            self._update_freq: curvature_update_freq,
+            "inverse_update_freq": inverse_update_freq,
+            **{key: options[key] for key in BY_GROUP},
+            "step": 0,
+            "layout": checkpoint.layout(recipe),
+        }
+        super().__init__(list(model.named_parameters()) if params is None else params, defaults)
+        self.recipe = recipe
+        self._model = model
+        self._step_cap: float | None = step_cap
+        self._iteration: Iteration | None = None
+        self._state_is_empty = False  # its tensors have names and shapes, but were never measured
+        self._warned: set[str] = set()
+        self._bad_batches = LateWarning("A batch had a gradient, or a loss, that is not finite; it changed nothing.")
+        self._bad_second_passes = LateWarning("A second pass was not finite; nothing was learned from it.")
+        self._passes = Passes(model, recipe, reduction, fraction)
+        self._preconditioner = Preconditioner(recipe, self._warn_once)
+        self._schedules = [take_schedules(group, 0) for group in self.param_groups]
+        for group in self.param_groups:
+            check_group(group)
+        self._plan = self._make_plan()
+        extend(model)
+
+    # ------------------------------------------------------------------ the step
+
+    @overload  # type: ignore[override]  # torch's own closures return a float; a tensor spares the host from waiting
+    def step(self, closure: Closure) -> Tensor: ...
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Tensor | None:
+        """Take one step.
+
+        Args:
+            closure: Clears gradients, runs a forward and a backward pass over one minibatch, and returns the loss:
+                a :class:`Minibatch`, or what ``torch.optim.LBFGS`` takes. It is called a second time when curvature
+                is due. Without it, the backward pass must have run inside ``first_pass()``.
+
+        Returns:
+            The loss of the first call, or None without a closure.
+
+        Raises:
+            RuntimeError: If no backward pass has left a gradient, or no curvature was ever measured.
+            TypeError: If targets must be sampled, or a part of the minibatch run, and the closure cannot do that.
+            ValueError: If a schedule has left its range.
+        """
+        if closure is None and self._is_asked_for_empty_state():
+            self._make_empty_state()
+            return None
+        if closure is None or self._was_measured(closure):
+            self._advance()
+            return None
+        checks.closure(closure, type(self).__name__, self.recipe.second_pass, self._passes.fraction)
+        try:
+            with torch.enable_grad(), self.first_pass():
+                loss = closure()
+            self._note_loss(loss)
+            self._repeat(closure)  # with targets that the model samples, where the step is to use them
+            self._advance()
+            self._repeat(closure)  # "another forward-backward pass over M_k"
+        except Exception:
+            self._iteration = None  # a minibatch that failed is not waiting for its step
+            raise
+        return loss
+
+    def _advance(self) -> None:
+        """The lines of ``algo_8`` between the two passes: move the parameters, and find out who learns."""
+        it, blocks, samples_first = self._ready(), self._blocks(), self.recipe.second_pass.is_before_step
+        finite = self._finite(it)
+        inverting = [b for b in blocks if is_due(b, "inverse_update_freq")]
+        if it is not None and not self.recipe.starts_in_second_pass:
+            it.rejected = self._start(blocks, it.first)  # k = 1: H_A = (A + λ_A I)⁻¹, H_G = λ_G⁻¹ I
+        if samples_first:
+            self._preconditioner.update_inverses(inverting)  # line_11 of algo_1
+        # M ← βM + ∂W; p = H_G M H_A; W ← W - α p, line_14
+        fallback_rate, limit = self.recipe.fallback_rate, self._limit(it)
+        descend(self.param_groups, self.state, self._planned, self._direction, fallback_rate, finite, limit)
+        if it is not None:
+            it.finite, it.inverting = finite, [b.layer for b in inverting]
+        if not samples_first:
+            self._learn_from_first([b for b in blocks if is_due(b)], it, finite)  # k ≡ 0 (mod T)
+        if it is None or not it.due:
+            self._iteration = None
+            if not samples_first:
+                self._preconditioner.update_inverses(inverting)
+        self._bad_batches.note(~finite)
+        for group in self.param_groups:
+            group["step"] += 1
+
+    def _ready(self) -> Iteration | None:
+        """The minibatch that this step is of; None for one that nothing was measured of."""
+        it = self._iteration
+        if it is not None and it.stepped:
+            self._warn_once(_NEVER_RAN)
+            it = self._iteration = None
+        lacks_loss = self._step_cap is not None and (it is None or it.loss is None)
+        checks.step(self._gradients(), it is not None or self._has_curvature(), lacks_loss)
+        self._apply_schedules()
+        return it
+
+    def _learn_from_first(self, due: Sequence[Block], it: Iteration | None, finite: Tensor) -> None:
+        """Learn what the first pass alone can teach, and note who needs the second."""
+        if it is None:
+            if due:
+                self._warn_once("step() ran without measurements when curvature was due; it was not updated.")
+            return
+        learner = self._preconditioner
+        if it.normalizers is not None:
+            learner.normalized.settle(due, it.normalizers, it.first, finite)
+        comparable = self._passes.fraction <= it.fraction  # the first pass may have drawn random numbers for a part
+        due = [b for b in due if comparable and learner.reached(b, it.first)]
+        it.due = [b.layer for b in due if learner.recipe_of(b).second]
+        learner.learn([b for b in due if b.layer not in it.due], it.first, Results(), finite, it.k)
+
+    def _direction(self, layer: Layer, group: dict[str, Any], M: Tensor) -> Tensor | None:
+        """P = H_G M H_A; None where a layer moves along M."""
+        block = Block(layer, group, self.state[layer.weight])
+        P = None if layer.weight.grad is None else self._preconditioner.direction(block, M)
+        if P is None and (self._iteration is None or layer not in self._iteration.rejected):
+            self._warn_once(
+                f"Layer {layer.name} has a gradient but was not measured (called through F.linear, compiled before it "
+                "was extended, or its weight frozen?); it takes the momentum direction."
+            )
+        return P
+
+    def _limit(self, it: Iteration | None) -> Tensor | None:
+        """κ |f|, what the squared length of the step may be; None for no limit."""
+        if self._step_cap is None or it is None or it.loss is None:
+            return None
+        return self._step_cap * it.loss.abs()
+
+    def _note_loss(self, loss: Any) -> None:
+        if self._step_cap is not None and self._iteration is not None:
+            self._iteration.loss = checks.loss(loss)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def _finite(self, it: Iteration | None) -> Tensor:
+        """Whether all gradients are finite, and small enough to be squared, and the loss is, bool []."""
+        # The Euclidean norm: on a CPU it costs a twentieth of the largest entry. float16 can't hold it.
+        grads = [g.float() if g.dtype == torch.float16 else g for g in self._gradients()]
+        finite = torch.isfinite(get_total_norm(grads))
+        loss = None if it is None else it.loss
+        return finite if loss is None else finite & torch.isfinite(loss).to(finite.device)
+
+    # ------------------------------------------------------------------ the passes
+
+    @contextmanager
+    def first_pass(self, loss_scale: float | None = None, keep_inputs: bool = False) -> Iterator[None]:
+        """Measure the forward and backward pass in the body, for loops that cannot pass a closure to ``step``.
+
+        Several backward passes in the body accumulate, as ``.grad`` does: over micro-batches whose losses are scaled to
+        shares of the whole batch's, or over several losses of one forward pass. Auxiliary passes belong outside.
+
+        Args:
+            loss_scale: What the loss is multiplied with before ``backward()``, for example
+                ``GradScaler.get_scale()``; ``.grad`` must be unscaled before ``step``. Required with float16.
+            keep_inputs: Hold the layers' inputs until ``step``, so that micro-batches give what one big batch gives.
+                Without it the direction s = H_A ā in which A is looked at comes from the first of them.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            RuntimeError: If the body runs no backward pass, or one in float16 without a ``loss_scale``; on a wrapper.
+            NotImplementedError: In several processes.
+            ValueError: If all batches are empty, or a schedule has left its range.
+        """
+        checks.surroundings(self)
+        self._begin()
+        trained = [b for b in self._blocks() if b.layer.weight.requires_grad]
+        due, fresh = [b for b in trained if is_due(b)], [b for b in trained if not is_started(b)]
+        learner, fraction = self._preconditioner, self._passes.fraction
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        wanted, probe = learner.wanted_first(due, fresh), None if keep_inputs else self._probe
+        with (
+            self._passes.first(wanted, probe, parameters, loss_scale, may_repeat=bool(due or fresh)) as first,
+            learner.normalized.look(self._model, [b.layer.module for b in due]) as normalizers,
+        ):
+            yield
+        now = {SecondPass.SAMPLED_BEFORE_STEP: [*due, *fresh], SecondPass.SAMPLED_AFTER_STEP: fresh}
+        pending = {b.layer for b in now.get(self.recipe.second_pass, []) if b.layer.weight.grad is not None}
+        ordered = [b.layer for b in trained if b.layer in pending]
+        self._iteration = Iteration(self.param_groups[0]["step"] + 1, first, fraction, normalizers, ordered)
+
+    def _begin(self) -> None:
+        """Leave the minibatch before behind."""
+        self._forget_empty_state()
+        self._follow_parameters()
+        if self.second_pass_due:
+            self._warn_once(_NEVER_RAN)
+        self._iteration = None
+        self._apply_schedules()
+        self._preconditioner.normalized.begin()
+
+    def _probe(self, module: nn.Module, a_bar: Tensor) -> Tensor | None:
+        weight: Any = module.weight
+        return self.recipe.input_inverse.probe(self.state.get(weight, {}), a_bar)
+
+    @property
+    def second_pass_due(self) -> bool:
+        """Whether a second pass over the minibatch is wanted now, inside ``second_pass()``.
+
+        Most recipes want it after ``step``, on the same targets; KFAC before, on sampled targets.
+        """
+        return bool(self.second_pass_layers)
+
+    @property
+    def second_pass_layers(self) -> list[nn.Module]:
+        """The layers that a second pass is due for; below the first of them it needs no gradient."""
+        return [] if self._iteration is None else [layer.module for layer in self._iteration.due]
+
+    @contextmanager
+    def second_pass(self, loss_scale: float | None = None) -> Iterator[None]:
+        """Repeat the forward and backward pass of this minibatch in the body, and learn from both passes.
+
+        The body sees the random numbers of the first pass: those of torch's default generators, not Python's and
+        NumPy's. The model's parameters get no gradient; their ``.grad`` and all buffers of the model are as before when
+        it ends. Parameters outside the model, as a loss may have, get a second gradient: freeze them in the body.
+        Micro-batches are all repeated, in their order.
+
+        Args:
+            loss_scale: As for :meth:`first_pass`; a scaler may have changed it meanwhile.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            RuntimeError: If no second pass is wanted, or it runs in float16 without a ``loss_scale``.
+        """
+        it = self._iteration
+        if it is None or not it.due:
+            raise RuntimeError("second_pass() where none is wanted: check second_pass_due first.")
+        layers, it.due = it.due, []
+        if it.stepped:
+            self._iteration = None
+        with torch.no_grad():
+            finite = self._finite(it) if it.finite is None else it.finite  # .grad may have been cleared since
+        wanted = self._preconditioner.wanted_second(self._blocks(layers))
+        with self._passes.second(wanted, layers, loss_scale) as second:
+            yield
+        with torch.no_grad():
+            self._bad_second_passes.note(second.not_finite().to(finite.device) & finite)
+            self._learn_from_both(self._blocks(layers), it, second, finite)
+
+    def _learn_from_both(self, due: Sequence[Block], it: Iteration, second: Results, finite: Tensor) -> None:
+        started = [b for b in due if is_started(b)]
+        it.rejected |= self._start(due, second)
+        self._preconditioner.learn(started, it.first, second, finite, it.k)
+        if it.stepped:
+            self._preconditioner.update_inverses(self._blocks(it.inverting))
+
+    def _was_measured(self, closure: Closure) -> bool:
+        """Whether this is the closure that a trainer passes where its user passes none, after a first pass."""
+        if self._iteration is None or self._iteration.stepped:
+            return False
+        gradients = GradientWatch(p for group in self.param_groups for p in group["params"])
+        with torch.enable_grad():
+            closure()
+        checks.empty_closure(gradients)
+        return True
+
+    def _repeat(self, closure: Any) -> None:
+        """Run the second pass with a closure, where it is due."""
+        if not self.second_pass_due or self._iteration is None:
+            return
+        # From the global random numbers, so that a resumed run samples as the uninterrupted one; the pass itself
+        # replays those of the first.
+        seed = int(torch.randint(2**62, (), device="cpu")) if self.recipe.second_pass.sampled else 0
+        fraction = self._iteration.fraction
+        part = closure if fraction == 1 else closure.fraction(fraction)
+        loss_fn = getattr(closure, "loss_fn", None)  # its own parameters, where it has any, are another optimizer's
+        loss_alone = left_as_it_was(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext()
+        with torch.enable_grad(), self.second_pass(), loss_alone:
+            if self.recipe.second_pass.sampled:
+                part.sampled(seed)
+            else:
+                part()
+
+    def warm_start(self, loader: Any, forward: Callable[[Any], Any] | None = None, progress: bool = True) -> None:
+        """Make the initial curvature from a whole data set, as ``sec_18`` does; without it, from the first minibatch.
+
+        A needs the layers' inputs only. A recipe with sampled targets also needs ``forward``, which must then run
+        the backward pass of a loss with such targets, for example ``lambda b: Minibatch(...).sampled(seed)``.
+        The model runs in the mode it is in; parameters, ``.grad``, buffers and random numbers are left as they were.
+
+        Args:
+            loader: Batches; of a tuple or list, the first entry is the model's input.
+            forward: Runs the model on one batch of the loader, where the above does not fit.
+            progress: Whether to show a progress bar.
+
+        Raises:
+            ValueError: If the loader is empty, or ``forward`` is needed and missing.
+        """
+        results = self._passes.over_data([b.layer for b in self._blocks()], loader, forward, progress)
+        self._forget_empty_state()
+        for layer in self._start(self._blocks(), results, again=True):
+            warn(
+                f"warm_start: what layer {layer.name} saw is not finite, and its curvature was not made from it; it "
+                "starts from the first minibatch instead. Look for NaN and inf in the data.",
+                stacklevel=2,
+            )
+
+    # ------------------------------------------------------------------ curvature, as it is held
+
+    def inverses(self, weight: Tensor) -> Inverses | None:
+        """H_A and H_G of the layer with this weight, to be multiplied with; None where there are none (yet)."""
+        found = [b for b in self._blocks() if b.layer.weight is weight]
+        return inverses(found[0], self.recipe) if found else None
+
+    def diagnostics(self) -> list[LayerDiagnostics]:
+        """Describe the curvature of every layer: pairs kept, damped and skipped, eigenvalues, dampings."""
+        return [diagnose(block, self.recipe) for block in self._blocks()]
+
+    def _start(self, blocks: Sequence[Block], results: Results, again: bool = False) -> set[Layer]:
+        """Make the initial curvature where there is none; return the layers of which something was not finite."""
+        unstarted = [b for b in blocks if again or not is_started(b)]
+        rejected = self._preconditioner.start(unstarted, results)
+        for block in unstarted:
+            if is_started(block):
+                self.state[block.layer.weight] = block.state
+        return {block.layer for block in rejected}
+
+    def _has_curvature(self) -> bool:
+        """Whether a layer has any, made from data."""
+        return not self._state_is_empty and any(is_started(b) for b in self._blocks())
+
+    def _blocks(self, layers: Sequence[Layer] | None = None) -> list[Block]:
+        """Layers with their groups and states as they are now; all of them in the plan's order, or some."""
+        blocks, chosen = self._planned.blocks(self.param_groups, self.state), set(layers or ())
+        return blocks if layers is None else [b for b in blocks if b.layer in chosen]
+
+    # ------------------------------------------------------------------ groups and parameters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, for example of layers that were frozen; see ``torch.optim.Optimizer``.
+
+        Raises:
+            ValueError: If a hyperparameter is out of range or the group splits a layer.
+        """
+        if self._plan is None:
+            super().add_param_group(param_group)
+            return
+        step = self.param_groups[0]["step"]
+        super().add_param_group(self._with_names(param_group))
+        group = self.param_groups[-1]
+        try:
+            group["step"] = step
+            schedules = take_schedules(group, step)
+            check_group(group)
+            self._plan = self._make_plan()
+        except Exception:
+            self.param_groups.pop()
+            raise
+        extend(self._model)
+        self._schedules.append(schedules)
+
+    def _with_names(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Name the parameters of a group where those of the others have names: torch takes no mixture."""
+        params = group["params"]
+        if "param_names" not in self.param_groups[0] or isinstance(params, set):
+            return group
+        params = [params] if isinstance(params, Tensor) else list(params)
+        names: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
+        return {**group, "params": [(names.get(p, "?"), p) if isinstance(p, Tensor) else p for p in params]}
+
+    def _make_plan(self) -> Plan:
+        return make_plan(self._model, {p: i for i, g in enumerate(self.param_groups) for p in g["params"]})
+
+    @property
+    def _planned(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    def _apply_schedules(self) -> None:
+        """Set scheduled values for the step that begins; again does no harm, and nothing looks further ahead."""
+        for group, schedules in zip(self.param_groups, self._schedules, strict=True):
+            apply_schedules(group, schedules)
+
+    def __repr__(self) -> str:
+        """Describe the hyperparameters and the treatment of every parameter."""
+        return render(type(self).__name__, self.param_groups, self._planned.treatments)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message, stacklevel=3)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, as precisely as the state of these parameters is kept.
+
+        ``torch.optim.Optimizer`` casts state to the parameter's dtype; here that is float32 at least.
+
+        Raises:
+            ValueError: If the state is of another kind of optimizer, another version's, or another model's.
+        """
+        state_dict = checkpoint.migrated(state_dict, self.defaults)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        checkpoint.check_loadable(state_dict, parameters, self._planned, self.recipe, type(self).__name__)
+        super().load_state_dict(state_dict)
+        self._state_is_empty = False
+        for saved_id, p in zip(checkpoint.saved_ids(state_dict), parameters, strict=True):
+            if p not in self.state:
+                continue
+            saved = state_dict["state"][saved_id]
+            if is_empty(saved):
+                del self.state[p]
+            else:
+                self.state[p] = checkpoint.fitted(saved, p)
+
+    def _follow_parameters(self) -> None:
+        """Bring the state to where the parameters are, and to their dtype: after ``model.double()`` and its like."""
+        for p, state in self.state.items():
+            if not checkpoint.is_fitted(state, p):
+                self.state[p] = checkpoint.fitted(state, p)
+
+    def _is_asked_for_empty_state(self) -> bool:
+        """Whether this is ``torch.distributed.checkpoint``: a first step at rate and gradients of zero, for the keys.
+
+        A warm-up from a rate of zero has other gradients; nothing but such a first step looks at them.
+        """
+        if self._iteration is not None or self.state or any(float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        gradients = self._gradients()
+        return bool(gradients) and not any(bool(g.any()) for g in gradients)
+
+    def _make_empty_state(self) -> None:
+        self._state_is_empty = True
+        for block in self._blocks():
+            start_empty(block, self.recipe)
+            self.state[block.layer.weight] = block.state
+        for p in [p for group in self.param_groups for p in group["params"] if p not in self.state]:
+            covered = p in self._planned.covered
+            self.state[p] = {} if covered else {"momentum": torch.zeros_like(p, dtype=working_dtype(p))}
+
+    def _forget_empty_state(self) -> None:
+        """Before there is curvature: of an empty state, into which nothing was loaded."""
+        if self._state_is_empty:
+            self.state.clear()
+            self._state_is_empty = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: the copy's layers would not be those of any model."""
+        raise TypeError(
+            f"{type(self).__name__} belongs to its model and can't be copied or pickled alone. Copy or save "
+            "model.state_dict() and optimizer.state_dict(), and build a new optimizer on the new model."
+        )
+
+
+def is_due(block: Block, key: str | None = None) -> bool:
+    """Whether the step that begins is a multiple of T, or of another frequency in the layer's group.
+
+    Where T does not divide k, only ``line_12`` to ``line_13`` of ``algo_8`` run.
+    """
+    every = update_freq(block.group) if key is None else block.group[key]
+    return bool((block.group["step"] + 1) % every == 0)

@@ -1,0 +1,133 @@
+"""Is the step loop used as it can work? One message for each misuse: what was found, and the way out."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.optim import Optimizer
+
+from kfqn_ext.optim.groups.plan import Layer
+from kfqn_ext.optim.passes.gradient_watch import GradientWatch
+from kfqn_ext.optim.passes.measurement import Measurement
+from kfqn_ext.optim.recipe import SecondPass
+
+
+def surroundings(optimizer: Optimizer) -> None:
+    """Raise inside a trainer's wrapper (RuntimeError), and in several processes (NotImplementedError)."""
+    if "state" not in vars(optimizer):  # Lightning's wrapper inherits from what it wraps and shares no attribute
+        raise RuntimeError(
+            "first_pass() was called on a trainer's wrapper, which keeps what it measures from the optimizer. Call "
+            "it on the optimizer inside: optimizer.optimizer.first_pass(), and second_pass() alike."
+        )
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise NotImplementedError(
+            f"{type(optimizer).__name__} in {distributed.get_world_size()} processes: each would learn its curvature "
+            "from its own share of the data, and the copies of the model would drift apart. Train in one process; "
+            "the quantities of KBFGSQuantities can be averaged over processes, weighted by num_data."
+        )
+
+
+def closure(given: Any, optimizer: str, second_pass: SecondPass, fraction: float) -> None:
+    """Raise a TypeError where a closure can't do what its second pass needs, before anything has run."""
+    if second_pass.sampled and not hasattr(given, "sampled"):
+        raise TypeError(
+            f"{optimizer} samples targets from the model's predictive distribution, which a plain "
+            "closure can't. Pass a Minibatch, or use first_pass() and second_pass()."
+        )
+    if second_pass is SecondPass.NONE or fraction == 1:
+        return
+    if not hasattr(given, "fraction"):
+        raise TypeError(
+            f"second_pass_fraction={fraction}, but a plain closure can't run a part of its minibatch. Pass a "
+            "Minibatch, or run the first data of the minibatch yourself in second_pass()."
+        )
+    given.fraction(fraction)  # raises where its data can't be cut
+
+
+def loss(given: Any) -> Tensor:
+    """The loss that step_cap compares with, as a tensor []; raise a RuntimeError where it is none."""
+    if isinstance(given, Tensor) and given.numel() == 1:
+        return given.detach().reshape(())
+    if isinstance(given, int | float):
+        return torch.full((), float(given), dtype=torch.float64, device="cpu")
+    found = f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    raise RuntimeError(
+        f"step_cap compares the step with the loss: pass a closure that returns the loss, one number, not {found}."
+    )
+
+
+@contextmanager
+def reaching(due: Sequence[Layer], second: Measurement) -> Iterator[None]:
+    """Say which layers a second pass should have called, where it fails as it called none of them (RuntimeError)."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not require grad" not in str(error) or not second.reached_nothing:
+            raise
+        names = ", ".join(layer.name for layer in due)
+        raise RuntimeError(
+            f"The second pass called none of the layers that are due ({names}): they can't be measured where "
+            "they are used through F.linear, or were compiled before they were extended. Call the modules, or "
+            "leave these parameters to a torch.optim optimizer."
+        ) from error
+
+
+def first_pass(measurement: Measurement, gradients: GradientWatch) -> None:
+    """Raise where no backward pass ran or the loss's scale is not known (RuntimeError); for no datum, ValueError."""
+    if not gradients.changed:
+        raise RuntimeError("No gradient changed in the first pass: it must run loss.backward().")
+    loss_scale(measurement)
+    if measurement.only_empty_batches:
+        raise ValueError("The batch is empty: there is no datum to learn from. Drop empty batches.")
+
+
+def loss_scale(measurement: Measurement) -> None:
+    """Raise a RuntimeError where the loss's scale is not known."""
+    if measurement.lacks_loss_scale:
+        raise RuntimeError(
+            "Gradients arrived in float16, and nothing says how the loss was scaled. Without a closure, use "
+            "first_pass(loss_scale=scaler.get_scale()) and second_pass(loss_scale=scaler.get_scale()), with "
+            "loss_scale=1.0 where it is not scaled."
+        )
+
+
+def options(step_cap: float | None, fraction: float) -> None:
+    """Raise a ValueError where one of them is out of range."""
+    if step_cap is not None and not step_cap > 0:
+        raise ValueError(f"Invalid step_cap: {step_cap}. It must be positive, or None for no cap.")
+    if not 0 < fraction <= 1:
+        raise ValueError(f"Invalid second_pass_fraction: {fraction}. It must be in (0, 1].")
+
+
+def empty_closure(gradients: GradientWatch) -> None:
+    """Raise a RuntimeError where a closure after a first pass ran another backward pass."""
+    if gradients.changed:
+        raise RuntimeError(
+            "step(closure) after first_pass(): the minibatch was measured already, and the closure ran another "
+            "backward pass. Use step() after first_pass(), or step(closure) alone."
+        )
+
+
+def step(gradients: list[Tensor], has_measurements: bool, lacks_loss: bool) -> None:
+    """Raise a RuntimeError where a step has nothing to work with."""
+    _gradients(gradients)
+    if not has_measurements:
+        raise RuntimeError(
+            "step() has nothing measured to work with. Pass a closure, step(Minibatch(model, loss_fn, x, y)), or run "
+            "the backward pass inside `with optimizer.first_pass():`."
+        )
+    if lacks_loss:
+        raise RuntimeError("step_cap compares the step with the loss: pass a closure that returns the loss.")
+
+
+def _gradients(grads: list[Tensor]) -> None:
+    """Raise a RuntimeError where there is none, or a sparse one."""
+    if not grads:
+        raise RuntimeError(
+            "No parameter has a gradient. The closure must run loss.backward(); without a closure, run it before "
+            "step(), inside `with optimizer.first_pass():`."
+        )
+    if any(g.is_sparse for g in grads):
+        raise RuntimeError("Sparse gradients are not supported: build embeddings with sparse=False.")

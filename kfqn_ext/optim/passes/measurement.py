@@ -1,0 +1,95 @@
+"""The extensions of one pass: made as the rules ask for them, read layer by layer."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfqn_ext.extensions import InputQuantities, LayerExtension, LayerMoments, Probe
+from kfqn_ext.optim.inverses import Measured
+from kfqn_ext.optim.inverses.base import Kind
+
+_FALSE = torch.zeros((), dtype=torch.bool, device="cpu")
+
+
+class Results(dict[nn.Module, Measured]):
+    """What a pass has shown of each layer's module; it fills when the pass ends."""
+
+    def not_finite(self) -> Tensor:
+        """Whether an output gradient that was measured is not finite, bool []."""
+        seen = [values for measured in self.values() for q in measured for values in _of_gradients(q)]
+        return torch.stack([torch.isfinite(v).all() for v in seen]).all().logical_not() if seen else _FALSE
+
+
+def _of_gradients(quantity: Any) -> list[Tensor]:
+    """What of a quantity tells whether the output's gradients were finite."""
+    if isinstance(quantity, LayerMoments):
+        return [quantity.dh_bar]
+    Gamma = getattr(quantity, "Gamma", None)
+    return [] if Gamma is None else [Gamma.diagonal(dim1=-2, dim2=-1)]
+
+
+class Measurement:
+    """What one pass is to measure, and has measured, of which modules."""
+
+    def __init__(
+        self,
+        wanted: Mapping[Kind, Iterable[nn.Module]],
+        reduction: str,
+        probe: Probe | None,
+        loss_scale: float | None = None,
+        fraction_of: Callable[[Kind], float] = lambda kind: 1.0,
+    ) -> None:
+        """Make the extensions.
+
+        Args:
+            wanted: Modules by extension.
+            reduction: "mean" or "sum": what the loss does over data.
+            probe: Chooses the direction s of A s for each layer, or None; without it, the layers' inputs are kept.
+            loss_scale: What the loss is multiplied with, where it is.
+            fraction_of: The fraction of each batch, its first data, that an extension sees which can do with a part.
+        """
+        self._by_kind: list[tuple[Kind, LayerExtension[Any]]] = []
+        for kind, modules in wanted.items():
+            fraction = fraction_of(kind) if kind.in_part else 1.0
+            part = fraction if fraction < 1 else None
+            ext = kind(reduction=reduction, subsampling=part, accumulate=True, modules=modules)  # over passes, as .grad
+            ext.loss_scale = loss_scale
+            ext.mirrored = False  # the optimizer's own results die with the step
+            if isinstance(ext, InputQuantities):
+                ext.probe = probe
+            self._by_kind.append((kind, ext))
+
+    @property
+    def extensions(self) -> tuple[LayerExtension[Any], ...]:
+        """What ``backpack(...)`` is to activate."""
+        return tuple(ext for _, ext in self._by_kind)
+
+    @property
+    def only_empty_batches(self) -> bool:
+        """Whether layers were reached, but never with a datum."""
+        reached = any(ext.saw_empty_batch for ext in self.extensions)
+        return reached and self.reached_nothing
+
+    @property
+    def reached_nothing(self) -> bool:
+        """Whether no layer was measured."""
+        return not any(len(ext) for ext in self.extensions)
+
+    @property
+    def lacks_loss_scale(self) -> bool:
+        """Whether gradients came in float16 and nobody said how the loss was scaled."""
+        return any(ext.saw_half and ext.loss_scale is None for ext in self.extensions)
+
+    def quantities(self) -> dict[nn.Module, dict[Kind, Any]]:
+        """What was measured, by module and extension."""
+        found: dict[nn.Module, dict[Kind, Any]] = {}
+        for kind, ext in self._by_kind:
+            for module, quantity in ext.items():
+                found.setdefault(module, {})[kind] = quantity
+        return found
+
+    def results(self) -> Results:
+        """What was measured, by module."""
+        return Results({module: Measured(quantities) for module, quantities in self.quantities().items()})

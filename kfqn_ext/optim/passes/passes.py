@@ -1,0 +1,137 @@
+"""The one or two passes over a minibatch: each run under its extensions, the second as a repetition of the first."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from backpack import backpack
+from backpack.context import CTX
+from torch import Tensor, nn
+
+from kfqn_ext.extensions import Probe
+from kfqn_ext.optim.groups.plan import Layer
+from kfqn_ext.optim.inverses.base import Kind
+from kfqn_ext.optim.passes import checks
+from kfqn_ext.optim.passes.gradient_watch import GradientWatch
+from kfqn_ext.optim.passes.measurement import Measurement, Results
+from kfqn_ext.optim.passes.reduction import OneProcess, Reduction
+from kfqn_ext.optim.passes.replay import Replay
+from kfqn_ext.optim.passes.warm_start import measure_data
+from kfqn_ext.optim.recipe import Recipe, SecondPass
+
+Wanted = Mapping[Kind, Sequence[nn.Module]]
+
+
+class Passes:
+    """Runs and measures passes over a model's minibatches.
+
+    Attributes:
+        reduction: Pools what several processes have measured.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, loss_reduction: str, fraction: float) -> None:
+        """Prepare to measure what a recipe needs.
+
+        Args:
+            model: The model.
+            recipe: The row of the table.
+            loss_reduction: "mean" or "sum": what the loss does over the data of a batch.
+            fraction: Of each minibatch, in (0, 1], what curvature is learned from.
+        """
+        self.reduction: Reduction = OneProcess()
+        self._model, self._recipe = model, recipe
+        self._compares = recipe.second_pass is SecondPass.REPEAT_AFTER_STEP
+        self._compared = recipe.second if self._compares else frozenset()
+        self._repeats = recipe.second_pass is not SecondPass.NONE
+        self._loss_reduction, self._fraction = loss_reduction, fraction
+        self._replay = Replay(model)
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of a minibatch that the second pass runs, and whose first pass it is compared with.
+
+        All of it where a part alone would give other outputs than within the whole, for all that is known.
+        """
+        in_part = self._fraction == 1 or not self._compares or self._replay.repeatable_in_part
+        return self._fraction if in_part else 1.0
+
+    @contextmanager
+    def first(
+        self,
+        wanted: Wanted,
+        probe: Probe | None,
+        parameters: Iterable[Tensor],
+        loss_scale: float | None,
+        may_repeat: bool,
+    ) -> Iterator[Results]:
+        """Measure the forward and backward pass in the body, beside what the caller's own extensions do there.
+
+        Args:
+            wanted: Modules by extension.
+            probe: Chooses the direction s of A s for each module; without it, the layers' inputs are kept.
+            parameters: Those of which one must get a gradient.
+            loss_scale: What the loss is multiplied with, where it is.
+            may_repeat: Whether a second pass may follow.
+
+        Yields:
+            What was measured; it fills when the body ends.
+
+        Raises:
+            RuntimeError: If no gradient changed, or one came in float16 without a ``loss_scale``.
+            ValueError: If all batches were empty.
+        """
+        results, gradients = Results(), GradientWatch(parameters)
+        compared = self.fraction
+        measurement = Measurement(
+            wanted,
+            self._loss_reduction,
+            probe,
+            loss_scale,
+            lambda kind: compared if kind in self._compared else self._fraction,
+        )
+        may_repeat = may_repeat and self._repeats
+        if may_repeat:
+            self._replay.record()
+        with backpack(*CTX.get_active_exts(), *measurement.extensions, extension_hook=CTX.get_extension_hook()):
+            yield results
+        checks.first_pass(measurement, gradients)
+        if may_repeat and self._fraction < 1:
+            self._replay.look_for_draws()
+        results.update(self.reduction.pooled(measurement.results()))
+
+    @contextmanager
+    def second(self, wanted: Wanted, layers: Sequence[Layer], loss_scale: float | None) -> Iterator[Results]:
+        """Measure the repetition of a minibatch in the body; it leaves no trace.
+
+        Args:
+            wanted: Modules by extension.
+            layers: Those that are due; below the first of them the pass needs no gradient.
+            loss_scale: What the loss is multiplied with, where it is.
+
+        Yields:
+            What was measured; it fills when the body ends.
+
+        Raises:
+            RuntimeError: If none of the layers was called, or gradients came in float16 without a ``loss_scale``.
+        """
+        results = Results()
+        measurement = Measurement(wanted, self._loss_reduction, lambda module, a_bar: None, loss_scale)
+        with (
+            checks.reaching(layers, measurement),
+            self._replay.repeat([layer.module for layer in layers]),
+            backpack(*measurement.extensions),
+        ):
+            yield results
+        checks.loss_scale(measurement)
+        results.update(self.reduction.pooled(measurement.results()))
+
+    def over_data(
+        self,
+        layers: Sequence[Layer],
+        loader: Iterable[Any],
+        forward: Callable[[Any], Any] | None,
+        progress: bool,
+    ) -> Results:
+        """Measure what makes the initial curvature, over a data set; see :func:`measure_data`."""
+        results = measure_data(self._model, layers, self._recipe, self._loss_reduction, loader, forward, progress)
+        return self.reduction.pooled(results)

@@ -1,0 +1,120 @@
+"""Curvature over a whole data set, before training starts."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from backpack import backpack
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from kfqn_ext.extensions import Gram, InputGram, averaged, input_gradients_only
+from kfqn_ext.geometry import layer_input
+from kfqn_ext.linalg import full_precision
+from kfqn_ext.optim.groups.plan import Layer
+from kfqn_ext.optim.inverses import Measured
+from kfqn_ext.optim.inverses.base import Kind
+from kfqn_ext.optim.passes.measurement import Measurement, Results
+from kfqn_ext.optim.passes.replay import cuda_devices, left_as_it_was
+from kfqn_ext.optim.recipe import Recipe
+
+
+def measure_data(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    recipe: Recipe,
+    reduction: str,
+    loader: Iterable[Any],
+    forward: Callable[[Any], Any] | None,
+    progress: bool,
+) -> Results:
+    """Run a model over a data set and average what makes a recipe's initial curvature.
+
+    Args:
+        model: The model, extended, in the mode in which it is to run.
+        layers: The layers.
+        recipe: The recipe.
+        reduction: "mean" or "sum": what the loss does over the data of a batch.
+        loader: Batches.
+        forward: Runs the model on a batch; by default on its first entry, moved to the model's device.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        Averages over the data of each layer that ran, by its module.
+
+    Raises:
+        ValueError: If there is no batch, or ``forward`` is needed and missing.
+    """
+    kinds = recipe.starts_from
+    inputs_suffice = kinds <= {InputGram}
+    if not inputs_suffice and forward is None:
+        raise ValueError(
+            "warm_start: this optimizer's initial curvature needs gradients. Pass forward=f, where f(batch) runs a "
+            "forward and backward pass, e.g. lambda batch: Minibatch(model, loss_fn, *batch).sampled(seed=0)."
+        )
+    run = forward or partial(_run, model, layers[0].weight.device)
+    averages: dict[nn.Module, dict[Kind, Any]] = {}
+    count = 0
+    with left_as_it_was(model), torch.random.fork_rng(devices=cuda_devices(model)):
+        for batch in tqdm(loader, desc="warm start", disable=not progress, leave=False):
+            seen = _inputs(layers, run, batch) if inputs_suffice else _pass(model, layers, kinds, reduction, run, batch)
+            _add(averages, seen)
+            count += 1
+    if count == 0:
+        raise ValueError(
+            "warm_start: the loader has no batch. A list or a DataLoader works; a used-up iterator doesn't."
+        )
+    return Results({module: Measured(quantities) for module, quantities in averages.items()})
+
+
+def _add(averages: dict[nn.Module, dict[Kind, Any]], seen: dict[nn.Module, dict[Kind, Any]]) -> None:
+    """Average over one more batch; tensors of the old averages are overwritten."""
+    for module, quantities in seen.items():
+        known = averages.setdefault(module, {})
+        for kind, new in quantities.items():
+            known[kind] = averaged([known[kind], new]) if kind in known else new
+
+
+def _run(model: nn.Module, device: torch.device, batch: Any) -> None:
+    x = batch[0] if isinstance(batch, (tuple, list)) else batch
+    model(x.to(device))
+
+
+def _pass(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    kinds: Iterable[Kind],
+    reduction: str,
+    run: Callable[[Any], Any],
+    batch: Any,
+) -> dict[nn.Module, dict[Kind, Any]]:
+    """What a forward and backward pass over one batch shows."""
+    modules = [layer.module for layer in layers]
+    measurement = Measurement(dict.fromkeys(kinds, modules), reduction, probe=lambda module, a_bar: None)
+    with torch.enable_grad(), input_gradients_only(model), backpack(*measurement.extensions):
+        run(batch)
+    return measurement.quantities()
+
+
+def _inputs(layers: Sequence[Layer], run: Callable[[Any], Any], batch: Any) -> dict[nn.Module, dict[Kind, Any]]:
+    """A of one batch: the layers' inputs suffice, so no backward pass."""
+    found: dict[nn.Module, dict[Kind, Any]] = {}
+
+    def watch(layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        geometry = layer.geometry
+        x = geometry.as_batch(layer_input(args, kwargs))
+        if x.shape[0] == 0:
+            return
+        x = x.to(torch.promote_types(layer.weight.dtype, torch.float32))
+        with full_precision():
+            locations = geometry.num_locations(geometry.as_batch(output))
+            gram = Gram(A=geometry.gram(x), num_data=x.shape[0], num_locations=locations)
+        _add(found, {module: {InputGram: gram}})
+
+    with ExitStack() as stack, torch.no_grad():
+        for layer in layers:
+            stack.callback(layer.module.register_forward_hook(partial(watch, layer), with_kwargs=True).remove)
+        run(batch)
+    return found

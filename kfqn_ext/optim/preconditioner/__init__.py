@@ -1,0 +1,1 @@
+"""The curvature of all layers, in their states: made, learned, recomputed, applied, saved and described."""

@@ -1,0 +1,154 @@
+"""The curvature of one layer's block, in its state: made once, learned from two passes, applied at every step."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from kfqn_ext.extensions import FactorTraces, KFACFactors, Traces
+from kfqn_ext.linalg import full_precision
+from kfqn_ext.linalg.splits import Balance
+from kfqn_ext.optim.groups.plan import Block, Layer, working_dtype
+from kfqn_ext.optim.inverses import Measured, Seen, State
+from kfqn_ext.optim.recipe import Recipe
+
+_TRACES = ("trace_A", "trace_G")
+
+
+def is_started(block: Block) -> bool:
+    """Whether a layer has curvature."""
+    return "num_locations" in block.state
+
+
+@full_precision()
+def start(block: Block, recipe: Recipe, measured: Measured) -> bool:
+    """Make a layer's initial curvature; the one place that waits for the device, once per layer.
+
+    Returns:
+        False where what was measured is not finite: then nothing is made.
+    """
+    if not all(bool(torch.isfinite(value).all()) for value in _tensors(measured, recipe)):
+        return False
+    _make(block, recipe, measured)
+    return True
+
+
+def _tensors(measured: Measured, recipe: Recipe) -> list[Tensor]:
+    """Everything that the initial curvature is made from."""
+    quantities = [q for q in (measured.get(kind) for kind in recipe.starts_from) if q is not None]
+    return [value for q in quantities for f in fields(q) if isinstance(value := getattr(q, f.name), Tensor)]
+
+
+def _make(block: Block, recipe: Recipe, measured: Measured) -> None:
+    assert measured.num_locations is not None
+    state = block.state
+    traces, factors = measured.get(FactorTraces), measured.get(KFACFactors)
+    if traces is None and factors is not None:
+        traces = factors.traces()
+    if traces is not None:
+        state["trace_A"], state["trace_G"] = traces.A, traces.G
+    state["num_locations"] = _on_host(measured.num_locations)
+    M = momentum(block.layer, state)
+    (*blocks, d_out, d_in) = M.shape
+    damping_A, damping_G = dampings(block, recipe)
+    recipe.input_inverse.start(state, M.new_zeros(*blocks, d_in), measured, damping_A)
+    recipe.output_inverse.start(state, M.new_zeros(*blocks, d_out), measured, damping_G)
+
+
+@full_precision()
+def start_empty(block: Block, recipe: Recipe) -> None:
+    """Fill a layer's state with tensors of the right names, shapes and dtypes, for a checkpoint to be read into.
+
+    ``num_locations`` is 0, which no layer has: :func:`is_empty`.
+
+    Raises:
+        NotImplementedError: If an extension that the curvature starts from has no ``blank``.
+    """
+    W, geometry = momentum(block.layer, block.state), block.layer.geometry
+    _make(block, recipe, Measured({kind: kind.blank(geometry, W) for kind in recipe.starts_from}))
+    block.state["num_locations"] = _on_host(0.0)
+
+
+def is_empty(state: State) -> bool:
+    """Whether :func:`start_empty` made this state and nothing was read into it."""
+    return "num_locations" in state and float(state["num_locations"]) == 0.0
+
+
+def momentum(layer: Layer, state: State) -> Tensor:
+    """M of a layer's W, [*B, d_out, d_in], in its state; zero at first."""
+    if "momentum" not in state:
+        weight = layer.weight
+        state["momentum"] = torch.zeros(layer.geometry.matrix_shape, dtype=working_dtype(weight), device=weight.device)
+    return state["momentum"]
+
+
+def _on_host(number: float) -> Tensor:
+    # Whatever torch.set_default_device and set_default_dtype say: it is read at every step.
+    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
+
+
+def kin(layer: Layer) -> Hashable:
+    """What layers must have in common to :func:`learn` together: vectors that can stand beside each other."""
+    blocks = layer.geometry.blocks
+    return layer.weight.device, layer.weight.dtype, blocks and layer.geometry.matrix_shape
+
+
+@full_precision()
+def learn(blocks: Sequence[Block], recipe: Recipe, seen: Seen) -> None:
+    """Update both inverses of layers of one :func:`kin` from the two passes over a minibatch."""
+    pairs = []
+    for block, first in zip(blocks, seen.first, strict=True):
+        _follow_traces(block.state, first.get(FactorTraces), seen.finite)
+        pairs.append(dampings(block, recipe, first.num_locations))
+    damping_A, damping_G = (torch.stack(values) for values in zip(*pairs, strict=True))
+    states = [block.state for block in blocks]
+    recipe.input_inverse.learn(states, seen, damping_A)
+    recipe.output_inverse.learn(states, seen, damping_G)
+
+
+def _follow_traces(state: State, traces: Traces | None, finite: Tensor, decay: float = 0.9) -> None:
+    """Move the averages of the factors' mean eigenvalues, where the split needs them."""
+    if traces is not None:
+        for name, value in zip(_TRACES, (traces.A, traces.G), strict=True):
+            state[name].lerp_(torch.where(torch.isfinite(value) & finite, value, state[name]), 1.0 - decay)
+
+
+@full_precision()
+def update_inverses(block: Block, recipe: Recipe) -> None:
+    """Recompute inverses that are not updated pair by pair."""
+    rules = recipe.input_inverse, recipe.output_inverse
+    for key, rule in zip(_TRACES, rules, strict=True):
+        trace = rule.trace(block.state)
+        if trace is not None:
+            block.state[key] = trace
+    for rule, damping in zip(rules, dampings(block, recipe), strict=True):
+        rule.update_inverse(block.state, damping)
+
+
+def precondition(state: State, recipe: Recipe, M: Tensor) -> Tensor:
+    """H_G M H_A, ``eq_18`` and ``line_5`` of ``algo_1``: [*B, d_out, d_in].
+
+    Contiguous, so that it has views shaped like the parameters.
+    """
+    P = recipe.output_inverse.precondition(state, recipe.input_inverse.precondition(state, M))
+    return P.to(M.dtype).contiguous()
+
+
+def dampings(block: Block, recipe: Recipe, num_locations: float | None = None) -> tuple[Tensor, Tensor]:
+    """λ_A and λ_G as tensors [*B]; |T| of this pass where given, else that of the first."""
+    like = block.layer.weight
+    pair = []
+    for value in recipe.split(block.group["damping"], balance(block, num_locations)):
+        if isinstance(value, Tensor):
+            pair.append(value.to(working_dtype(like)))
+        else:
+            shape = block.layer.geometry.blocks
+            pair.append(torch.full(shape, value, dtype=working_dtype(like), device=like.device))
+    return pair[0], pair[1]
+
+
+def balance(block: Block, num_locations: float | None = None) -> Balance:
+    """What is known of the sizes of a layer's factors."""
+    T = float(block.state["num_locations"]) if num_locations is None else num_locations
+    return Balance(T, block.state.get("trace_A"), block.state.get("trace_G"))

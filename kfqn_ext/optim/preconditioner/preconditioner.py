@@ -1,0 +1,146 @@
+"""The curvature of all layers: which extensions it needs, and how it is made, learned, recomputed and applied.
+
+Nothing here holds a layer's state: blocks come fresh at each step, for torch replaces states when it loads.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from kfqn_ext.optim.groups.plan import Block
+from kfqn_ext.optim.inverses import Inverse, Measured, Seen
+from kfqn_ext.optim.inverses.base import Kind
+from kfqn_ext.optim.preconditioner import block as blocks
+from kfqn_ext.optim.preconditioner.normalized import NormalizedLayers
+from kfqn_ext.optim.preconditioner.rounded import RoundedInverses
+from kfqn_ext.optim.recipe import Recipe
+
+Wanted = dict[Kind, list[nn.Module]]
+"""Which modules an extension is to measure."""
+Results = Mapping[nn.Module, Measured]
+_NOTHING = Measured()
+
+
+class Preconditioner:
+    """P = H_G M H_A of each layer, with H_A and H_G learned as a recipe says."""
+
+    def __init__(self, recipe: Recipe, warn_once: Callable[[str], None]) -> None:
+        """Learn by a recipe, and give remarks to ``warn_once``."""
+        self.recipe = recipe
+        self.normalized = NormalizedLayers(recipe)
+        self._rounded = RoundedInverses()
+        self._warn_once = warn_once
+        # In a pass with sampled targets A comes from Ω.
+        self._starts_from = recipe.starts_from & recipe.second if recipe.starts_in_second_pass else recipe.starts_from
+        rules = recipe.input_inverse, recipe.output_inverse
+        self._recomputes = any(type(rule).update_inverse is not Inverse.update_inverse for rule in rules)
+
+    # ------------------------------------------------------------------ what is to be measured
+
+    def wanted_first(self, due: Sequence[Block], fresh: Sequence[Block]) -> Wanted:
+        """What the first pass measures: of layers that are due, and of those that have no curvature yet."""
+        kinds: dict[nn.Module, frozenset[Kind]] = {block.layer.module: self.recipe_of(block).first for block in due}
+        if not self.recipe.starts_in_second_pass:
+            for block in fresh:
+                module = block.layer.module
+                kinds[module] = kinds.get(module, frozenset()) | self.recipe.starts_from
+        return _by_kind(kinds)
+
+    def wanted_second(self, due: Sequence[Block]) -> Wanted:
+        """What the second pass measures."""
+        return _by_kind({block.layer.module: self.recipe_of(block).second for block in due})
+
+    def recipe_of(self, block: Block) -> Recipe:
+        """The row of the table by which a layer is treated in this step."""
+        return self.normalized.recipe_of(block.layer)
+
+    def probe(self, block: Block, a_bar: Tensor) -> Tensor | None:
+        """The direction s in which A is looked at, [*B, d_in]; None for none."""
+        return self.recipe.input_inverse.probe(block.state, a_bar)
+
+    # ------------------------------------------------------------------ making and learning
+
+    def start(self, unstarted: Iterable[Block], results: Results) -> list[Block]:
+        """Make the initial curvature of layers from what was measured, in their states.
+
+        Returns:
+            Layers of which something was measured that is not finite: they have none yet.
+        """
+        rejected = []
+        for block in unstarted:
+            measured = results.get(block.layer.module, _NOTHING)
+            if measured.has(self._starts_from) and not blocks.start(block, self.recipe, measured):
+                rejected.append(block)
+        return rejected
+
+    def reached(self, block: Block, first: Results) -> bool:
+        """Whether the first pass measured a layer that is due."""
+        found = first.get(block.layer.module, _NOTHING)
+        reached = found.has(self.recipe_of(block).first)
+        if not reached and block.layer.weight.grad is not None and blocks.is_started(block):
+            self._warn_once(
+                f"Layer {block.layer.name} has a gradient but was not measured when its curvature was due (called "
+                "through F.linear, compiled before it was extended, or backward() with create_graph=True?); it keeps "
+                "what it has."
+            )
+        return reached
+
+    def learn(self, due: Sequence[Block], first: Results, second: Results, finite: Tensor, step: int) -> None:
+        """Let layers that have curvature learn from the minibatch of step k."""
+        together = defaultdict(list)
+        for block in due:
+            before, after = (results.get(block.layer.module, _NOTHING) for results in (first, second))
+            if blocks.is_started(block) and self.reached(block, first) and self._comparable(block, before, after):
+                self.normalized.forget(block.layer)
+                recipe = self.recipe_of(block)
+                together[id(recipe), blocks.kin(block.layer)].append((block, before, after))
+        for lessons in together.values():
+            learners, befores, afters = zip(*lessons, strict=True)
+            device = learners[0].layer.weight.device
+            seen = Seen(befores, afters, finite.to(device), step)
+            blocks.learn(learners, self.recipe_of(learners[0]), seen)
+
+    def _comparable(self, block: Block, first: Measured, second: Measured) -> bool:
+        """Whether the second pass reached a layer, with the data of the first."""
+        kinds = self.recipe_of(block).second
+        if not second.has(kinds):
+            return False
+        pairs = [(first.get(kind), second.get(kind)) for kind in kinds]
+        before, after = next(((a, b) for a, b in pairs if a is not None), (None, None))
+        if before is None or after is None:
+            return True
+        sizes = [(q.num_data, q.num_locations) for q in (before, after)]
+        if sizes[0] != sizes[1]:
+            self._warn_once(
+                f"Layer {block.layer.name} saw {sizes[0][0]} data at {sizes[0][1]:g} locations in the first pass and "
+                f"{sizes[1][0]} at {sizes[1][1]:g} in the second: it learned nothing from them. The second pass must "
+                "repeat the first, micro-batches included, and auxiliary passes belong outside both."
+            )
+        return sizes[0] == sizes[1]
+
+    def update_inverses(self, due: Iterable[Block]) -> None:
+        """Recompute what is not learned pair by pair."""
+        if self._recomputes:
+            for block in due:
+                if blocks.is_started(block):
+                    blocks.update_inverses(block, self.recipe)
+
+    # ------------------------------------------------------------------ using
+
+    def direction(self, block: Block, M: Tensor) -> Tensor | None:
+        """P = H_G M H_A, [*B, d_out, d_in]; None where a layer has no curvature."""
+        if not blocks.is_started(block):
+            return None
+        view = self._rounded.view(block.layer.weight, block.state, block.group["direction_dtype"])
+        return blocks.precondition(view, self.recipe_of(block), M)
+
+
+def _by_kind(kinds: Mapping[nn.Module, frozenset[Kind]]) -> Wanted:
+    """Modules by extension; where one extension extends another, it serves for both."""
+    wanted: Wanted = {}
+    for module, asked in kinds.items():
+        for kind in sorted(asked, key=lambda kind: kind.__qualname__):  # the same order in every process
+            if not any(other is not kind and issubclass(other, kind) for other in asked):
+                wanted.setdefault(kind, []).append(module)
+    return wanted
