@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,12 +22,10 @@ from kfqn_ext.curvature.report import FLOOR, GRADIENT
 from kfqn_ext.curvature.sums import kronecker_sums
 from kfqn_ext.linalg.nearest import kron
 from kfqn_ext.linalg.operators import Inverses
-from kfqn_ext.optim import KBFGS20, KFAC, KroneckerOptimizer, ProvableKBFGSL, splits
-from kfqn_ext.optim.inverses import HessianActionLBFGS, ScaledIdentity, SecantLBFGS
-from kfqn_ext.optim.recipe import SecondPass
 from tests import reference as ref
 from tests.curvature.nets import CLASSES, F64, LOSSES, N, PerLocation, images, ready, residual
 from tests.curvature.test_exact import paper_order, plain
+from tests.optim.family import FAMILY, rows
 
 SINGLE = ("A ⊗ G", "(A + λ_A I) ⊗ (G + λ_G I)", GRADIENT, "Ω ⊗ Γ", "KBFGS: H_A⁻¹ ⊗ H_G⁻¹")
 
@@ -39,9 +36,9 @@ def ladder(
     return curvature_ladder(model, cross_entropy, x, y, layers, optimizers, progress=False, **more)
 
 
-def trained(kind: Any = KBFGS, steps: int = 5, **more: Any) -> tuple[nn.Module, Any, Any, Any]:
+def trained(row: str = "KBFGS", steps: int = 5, **more: Any) -> tuple[nn.Module, Any, Any, Any]:
     model, x, y = residual(nn.Tanh(), groups=2)
-    optimizer = kind(model, lr=0.1, damping=1.0, curvature_update_freq=1, **more)
+    optimizer = FAMILY[row].make(model, lr=0.1, **more)
     for _ in range(steps):
         optimizer.step(Minibatch(model, cross_entropy, x, y))
     return model, x, y, optimizer
@@ -140,14 +137,16 @@ def test_gauss_newton_rung_with_coupled_data() -> None:
     assert report["first", "independent data"].error > 0.01
 
 
-@pytest.mark.parametrize("kind", [KBFGS, KBFGSL])
-def test_held_inverses_are_the_optimizers_direction(kind: Any) -> None:
+@pytest.mark.parametrize(
+    "row", rows(lambda member: not member.learns_first)
+)  # what it shows is what it multiplies with
+def test_held_inverses_are_the_optimizers_direction(row: str) -> None:
     """H_G M H_A of the optimizer's own step, from what it shows; dense and compact, with channel groups."""
-    model, x, y, optimizer = trained(kind)
+    model, x, y, optimizer = trained(row)
     layer = model.second
     W, parameters = ref.weight_matrix(layer), [layer.weight, layer.bias]
     g = ref.as_matrix(layer, *torch.autograd.grad(cross_entropy(model(x), y), parameters))
-    M = 0.9 * optimizer.state[layer.weight]["momentum"] + g
+    M = optimizer.param_groups[0]["momentum"] * optimizer.state[layer.weight]["momentum"] + g
     H_A, H_G = optimizer.inverses(layer.weight).dense()
     expected = W - 0.1 * H_G @ M @ H_A
     optimizer.step(Minibatch(model, cross_entropy, x, y))
@@ -211,18 +210,14 @@ def test_stand_ins_need_nothing_but_inverses(dampings: Any) -> None:
                     assert math.isclose(value, target, rel_tol=1e-6) or math.isnan(value) and math.isnan(target), name
 
 
-@pytest.mark.parametrize("history_size", [1, 100], ids=["compact", "dense"])
-@pytest.mark.parametrize("kind", ["KBFGSL", "limited H_A", "no H_G"])
-def test_every_form_of_an_inverse_has_its_rung(kind: str, history_size: int) -> None:
+@pytest.mark.parametrize(
+    ("row", "history_size"),
+    [(row, p) for row, member in FAMILY.items() for p in ((1, 100) if member.limited else (1,))],  # compact, dense
+)
+def test_every_form_of_an_inverse_has_its_rung(row: str, history_size: int) -> None:
     """Whatever a row keeps its inverses as: pairs, a number, or a matrix."""
     model, x, y = residual(nn.Tanh())
-    rules: dict[str, Any] = {
-        "KBFGSL": {"output_inverse": SecantLBFGS(history_size=history_size)},
-        "limited H_A": {"input_inverse": HessianActionLBFGS(history_size=history_size)},
-        "no H_G": {"output_inverse": ScaledIdentity(), "second_pass": SecondPass.NONE},
-    }
-    recipe = replace(KBFGS.recipe, **rules[kind])
-    optimizer = KroneckerOptimizer(model, recipe=recipe, lr=0.01, damping=1.0)
+    optimizer = FAMILY[row].with_memory(history_size).make(model, lr=0.01)
     for _ in range(3):
         optimizer.step(Minibatch(model, cross_entropy, x, y))
     report = ladder(model, x, y, ["second"], {"held": optimizer})
@@ -242,27 +237,20 @@ def test_many_outputs() -> None:
     assert 0 < row.H_G_error < 1
 
 
-@pytest.mark.parametrize(
-    "optimizer_of",
-    [
-        lambda model: KFAC(model, lr=1e-12, damping=0.3),
-        lambda model: KFAC(model, lr=1e-12, damping=0.3, recipe=replace(KFAC.recipe, split=splits.trace)),
-        lambda model: KBFGS20(model, lr=1e-12, damping=0.3, curvature_update_freq=5),
-        lambda model: ProvableKBFGSL(model, lr=1e-12, damping_A=0.2, damping_G=0.5),
-    ],
-)
-def test_held_inverses_aim_where_their_optimizer_aims(optimizer_of: Any) -> None:
+@pytest.mark.parametrize("row", rows(lambda member: not member.pairs_A))  # these start from a multiple of the identity
+def test_held_inverses_aim_where_their_optimizer_aims(row: str) -> None:
     """Each with its own split of λ: an H_A that was inverted from this minibatch's A has no error."""
     model, x, y = residual(nn.Tanh(), groups=2)
-    optimizer = optimizer_of(model)
-    optimizer.param_groups[0]["lr"] = 1e-12
+    given = {"damping_A": 0.2, "damping_G": 0.5} if FAMILY[row].given_damping else {}
+    T = 5 if FAMILY[row].secant_G else 1  # pairs of such steps are rounding errors
+    optimizer = FAMILY[row].make(model, lr=1e-12, damping=0.3, T=T, **given)
     for _ in range(2):
         optimizer.step(Minibatch(model, cross_entropy, x, y))
     for layer in ("first", "second", "last"):
-        row = ladder(model, x, y, [layer], {"held": optimizer})[layer, "held: H_A⁻¹ ⊗ H_G⁻¹"]
-        assert row.H_A_error < 1e-6, row
-        assert math.isclose(row.damping, 0.1 if isinstance(optimizer, ProvableKBFGSL) else 0.3, rel_tol=1e-6)
-        assert 0 < row.H_G_error < 1.5
+        held = ladder(model, x, y, [layer], {"held": optimizer})[layer, "held: H_A⁻¹ ⊗ H_G⁻¹"]
+        assert held.H_A_error < 1e-6, held
+        assert math.isclose(held.damping, 0.1 if given else 0.3, rel_tol=1e-6)
+        assert 0 < held.H_G_error < 1.5
 
 
 def test_newton_direction_is_best() -> None:

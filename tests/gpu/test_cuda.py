@@ -1,7 +1,7 @@
 """The core promises again on a CUDA device: same numbers as on the CPU, and a host that never waits."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,28 +11,25 @@ from backpack import backpack
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from kfqn_ext import (
-    KBFGS,
-    KBFGS20,
-    KBFGSL,
-    KBFGSL20,
-    KFAC,
-    InputGram,
-    KBFGSQuantities,
-    Minibatch,
-    ProvableKBFGSL,
-    extend,
-)
+from kfqn_ext import KBFGS, KFAC, InputGram, KBFGSQuantities, Minibatch, extend
+from tests.optim.family import FAMILY, OPTIONS, rows, varied
 
 pytestmark = pytest.mark.gpu
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
-    "KBFGS": lambda m: KBFGS(m, lr=0.1, damping=1.0, curvature_update_freq=2),
-    "KBFGSL": lambda m: KBFGSL(m, lr=0.1, damping=1.0, curvature_update_freq=2),
-    "KBFGS20": lambda m: KBFGS20(m, lr=0.1, damping=1.0, curvature_update_freq=2),
-    "KBFGSL20": lambda m: KBFGSL20(m, lr=0.1, damping=1.0, curvature_update_freq=2),
-    "ProvableKBFGSL": lambda m: ProvableKBFGSL(m, lr=0.1, curvature_update_freq=2),
-}
+each = pytest.mark.parametrize("name", FAMILY)
+
+
+def make(name: str, model: nn.Module, **options: Any) -> Any:
+    return FAMILY[name].make(model, **{"lr": 0.1, "T": 2} | options)
+
+
+def second_best(output: Tensor, *unused: Any) -> Tensor:
+    """Targets that are the same on every device, in place of sampled ones."""
+    return output.topk(2, dim=1).indices[:, 1]
+
+
+def batch(model: nn.Module, x: Tensor, y: Tensor) -> Minibatch:
+    return Minibatch(model, cross_entropy, x, y, sample_targets=second_best)
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -64,14 +61,14 @@ def test_quantities_equal_those_of_the_cpu() -> None:
         torch.testing.assert_close(gpu_gram.A.cpu(), cpu_gram.A)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each
 def test_ten_steps_equal_those_on_the_cpu(name: str) -> None:
     parameters = []
     for device in ("cpu", "cuda"):
         model = network().to(device)
-        optimizer = OPTIMIZERS[name](model)
+        optimizer = make(name, model)
         for x, y in batches(10):
-            optimizer.step(Minibatch(model, cross_entropy, x.to(device), y.to(device)))
+            optimizer.step(batch(model, x.to(device), y.to(device)))
         parameters.append([p.detach().cpu() for p in model.parameters()])
     for cpu, gpu in zip(*parameters, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=1e-8, atol=1e-10)
@@ -95,17 +92,11 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-NEVER_WAIT: dict[str, Callable[[nn.Module], Any]] = OPTIMIZERS | {
-    "KFAC": lambda m: KFAC(m, lr=0.1, damping=1.0, stats_update_freq=2, inverse_update_freq=2),
-    "KBFGS, lr a tensor": lambda m: KBFGS(m, lr=torch.tensor(0.1, device="cuda"), damping=1.0, weight_decay=1e-3),
-    "KBFGS, step cap": lambda m: KBFGS(m, lr=0.1, damping=1.0, step_cap=1.0),
-}
-
-
-@pytest.mark.parametrize("name", NEVER_WAIT)
-def test_a_step_never_waits_for_the_device(name: str) -> None:
+@pytest.mark.parametrize(("name", "option"), varied())
+def test_a_step_never_waits_for_the_device(name: str, option: str) -> None:
     model = network(torch.float32).cuda()
-    optimizer = NEVER_WAIT[name](model)
+    options = {key: v.cuda() if isinstance(v, Tensor) else v for key, v in OPTIONS[option].items()}
+    optimizer = make(name, model, **options)
     data = [(x.cuda(), y.cuda()) for x, y in batches(5, torch.float32)]
     optimizer.step(Minibatch(model, cross_entropy, *data[0]))  # makes the initial curvature, which may wait
     with no_waiting():
@@ -113,20 +104,20 @@ def test_a_step_never_waits_for_the_device(name: str) -> None:
             optimizer.step(Minibatch(model, cross_entropy, x, y))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each
 def test_state_moves_between_devices(name: str) -> None:
     """A run that is moved to the GPU half-way goes on as on the CPU."""
     data = batches(6)
     model = network()
-    optimizer = OPTIMIZERS[name](model)
+    optimizer = make(name, model)
     for x, y in data[:3]:
-        optimizer.step(Minibatch(model, cross_entropy, x, y))
+        optimizer.step(batch(model, x, y))
     moved = copy.deepcopy(model).cuda()
-    other = OPTIMIZERS[name](moved)
+    other = make(name, moved)
     other.load_state_dict(optimizer.state_dict())
     for x, y in data[3:]:
-        optimizer.step(Minibatch(model, cross_entropy, x, y))
-        other.step(Minibatch(moved, cross_entropy, x.cuda(), y.cuda()))
+        optimizer.step(batch(model, x, y))
+        other.step(batch(moved, x.cuda(), y.cuda()))
     for p, q in zip(model.parameters(), moved.parameters(), strict=True):
         torch.testing.assert_close(q.cpu(), p, rtol=1e-8, atol=1e-10)
 
@@ -146,15 +137,16 @@ def test_a_batch_that_is_not_finite_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("make", [KBFGS, KBFGSL])
+@pytest.mark.parametrize("name", rows(lambda member: member.takes("direction_dtype")))
 @pytest.mark.parametrize("on_device", [False, True], ids=["lr", "lr on the device"])
-def test_a_step_without_update_can_be_captured(make: Any, dtype: torch.dtype | None, on_device: bool) -> None:
+def test_a_step_without_update_can_be_captured(name: str, dtype: torch.dtype | None, on_device: bool) -> None:
     """As a CUDA graph that is replayed on new gradients, it moves the parameters as the same steps do one by one."""
     results = []
     for capture in (False, True):
         model = network(torch.float32).cuda()
         lr = torch.tensor(0.1, device="cuda") if on_device else 0.1
-        optimizer = make(model, lr=lr, damping=1.0, curvature_update_freq=1000, direction_dtype=dtype)
+        seldom = {"inverse_update_freq": 1000} if FAMILY[name].takes("inverse_update_freq") else {}
+        optimizer = make(name, model, lr=lr, T=1000, direction_dtype=dtype, **seldom)
         data = [(x.cuda(), y.cuda()) for x, y in batches(5, torch.float32)]
         optimizer.step(Minibatch(model, cross_entropy, *data[0]))  # makes the initial curvature
         optimizer.step()  # and the copies of the inverses

@@ -13,10 +13,20 @@ from torch import Tensor, nn
 
 from kfqn_ext.errors import MissingQuantitiesError, UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities
-from kfqn_ext.optim import KBFGS, KBFGSL, Minibatch
+from kfqn_ext.optim import Minibatch
 from kfqn_ext.optim.inverses import GammaInverse, MovingHessianAction, OmegaInverse
+from tests.optim.family import FAMILY, Member, classes, one_per, rows
 
-both = pytest.mark.parametrize("cls", [KBFGS, KBFGSL])
+each_class = pytest.mark.parametrize("name", classes())
+
+
+def kind(member: Member) -> Any:
+    """What an error before a step may depend on, whatever the rules are."""
+    return member.build, member.recipe.second_pass
+
+
+each = pytest.mark.parametrize("name", one_per(kind))
+with_closures = pytest.mark.parametrize("name", one_per(kind, rows(lambda member: not member.samples)))
 started = pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later step"])
 X, Y = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
@@ -29,9 +39,9 @@ def hooks(model: nn.Module) -> list[int]:
     return [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()]
 
 
-def make(cls: Any, steps: int, model: nn.Module | None = None) -> tuple[nn.Module, Any]:
+def make(name: str, steps: int, model: nn.Module | None = None) -> tuple[nn.Module, Any]:
     model = net() if model is None else model
-    optimizer = cls(model, lr=0.1, damping=1.0, curvature_update_freq=1)
+    optimizer = FAMILY[name].make(model, lr=0.1)
     for _ in range(steps):
         optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
     return model, optimizer
@@ -67,7 +77,7 @@ def unchanged(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
 # ------------------------------------------------------------------ construction
 
 
-@both
+@each_class
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -77,16 +87,16 @@ def unchanged(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
         (nn.MultiheadAttention(4, 2), "MultiheadAttention"),
     ],
 )
-def test_a_model_without_a_supported_layer(cls: Any, model: nn.Module, reason: str) -> None:
+def test_a_model_without_a_supported_layer(name: str, model: nn.Module, reason: str) -> None:
     with unchanged(model), pytest.raises(UnsupportedLayerError, match="no layer with a Kronecker block") as error:
-        cls(model, lr=0.1, damping=1.0)
+        FAMILY[name].make(model, lr=0.1)
     assert reason in str(error.value) and "torch.optim" in str(error.value)
 
 
-@both
-def test_a_model_without_parameters(cls: Any) -> None:
+@each_class
+def test_a_model_without_parameters(name: str) -> None:
     with pytest.raises(ValueError, match="empty parameter list"):
-        cls(nn.ReLU(), lr=0.1, damping=1.0)
+        FAMILY[name].make(nn.ReLU(), lr=0.1)
 
 
 BAD: list[tuple[str, Any]] = [
@@ -94,39 +104,43 @@ BAD: list[tuple[str, Any]] = [
     *[("lr", value) for value in (-0.1, float("nan"), torch.ones(2))],
     *[("momentum", value) for value in (-0.1, 1.0, float("nan"))],
     *[("weight_decay", value) for value in (-0.1, float("nan"))],
-    *[("curvature_update_freq", value) for value in (0, -1, 1.5)],
+    *[("T", value) for value in (0, -1, 1.5)],
 ]
 
 
-@both
-@pytest.mark.parametrize(("name", "value"), BAD, ids=str)
-def test_a_bad_hyperparameter(cls: Any, name: str, value: Any) -> None:
-    model = net()
-    with unchanged(model), pytest.raises(ValueError, match=name):
-        cls(model, **{name: value})
+@pytest.mark.parametrize(
+    ("row", "name", "value"),
+    [(row, *bad) for bad in BAD for row in classes() if bad[0] == "T" or FAMILY[row].takes(bad[0])],
+    ids=str,
+)
+def test_a_bad_hyperparameter(row: str, name: str, value: Any) -> None:
+    model, member = net(), FAMILY[row]
+    with unchanged(model), pytest.raises(ValueError, match=member.T if name == "T" else name):
+        member.make(model, **{"lr": 0.1, name: value})
 
 
-@both
-@pytest.mark.parametrize(("name", "value"), BAD, ids=str)
-def test_a_bad_hyperparameter_of_a_group(cls: Any, name: str, value: Any) -> None:
-    model = net()
-    groups = [{"params": list(model[0].parameters())}, {"params": list(model[3].parameters()), name: value}]
-    with unchanged(model), pytest.raises(ValueError, match=name):
-        cls(model, groups, lr=0.1, damping=1.0)
+@each_class
+@pytest.mark.parametrize(("key", "value"), BAD, ids=str)
+def test_a_bad_hyperparameter_of_a_group(name: str, key: str, value: Any) -> None:
+    model, key = net(), FAMILY[name].T if key == "T" else key
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[3].parameters()), key: value}]
+    with unchanged(model), pytest.raises(ValueError, match=key):
+        FAMILY[name].make(model, params=groups, lr=0.1)
 
 
-@both
-def test_a_bad_reduction(cls: Any) -> None:
+@each_class
+def test_a_bad_reduction(name: str) -> None:
     model = net()
     with unchanged(model), pytest.raises(ValueError, match="reduction='none'"):
-        cls(model, reduction="none")
+        FAMILY[name].make(model, lr=0.1, reduction="none")
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5])
-def test_a_bad_history_size(size: Any) -> None:
+@pytest.mark.parametrize("name", rows(lambda member: member.limited))
+def test_a_bad_history_size(name: str, size: Any) -> None:
     model = net()
     with unchanged(model), pytest.raises(ValueError, match="history_size"):
-        KBFGSL(model, history_size=size)
+        FAMILY[name].with_memory(size).make(model, lr=0.1)
 
 
 @pytest.mark.parametrize("side", [OmegaInverse, GammaInverse, MovingHessianAction])
@@ -136,26 +150,26 @@ def test_a_bad_decay(side: Any, decay: Any) -> None:
         side(decay=decay)
 
 
-@both
-def test_parameters_of_another_model(cls: Any) -> None:
+@each_class
+def test_parameters_of_another_model(name: str) -> None:
     model = net()
     with unchanged(model), pytest.raises(ValueError, match="not parameters of the model"):
-        cls(model, net().parameters(), lr=0.1, damping=1.0)
+        FAMILY[name].make(model, params=net().parameters(), lr=0.1)
 
 
-@both
-def test_weight_and_bias_in_different_groups(cls: Any) -> None:
+@each_class
+def test_weight_and_bias_in_different_groups(name: str) -> None:
     model = net()
     groups = [{"params": [model[3].weight]}, {"params": [model[3].bias]}]
     with unchanged(model), pytest.raises(ValueError, match="Weight and bias of 3 are in different parameter groups"):
-        cls(model, groups, lr=0.1, damping=1.0)
+        FAMILY[name].make(model, params=groups, lr=0.1)
 
 
-@both
+@each_class
 @started
-def test_a_bad_group_added_later(cls: Any, steps: int) -> None:
+def test_a_bad_group_added_later(name: str, steps: int) -> None:
     model = net()
-    optimizer = cls(model, model[0].parameters(), lr=0.1, damping=1.0, curvature_update_freq=1)
+    optimizer = FAMILY[name].make(model, params=model[0].parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
     with unchanged(model, optimizer):
@@ -172,18 +186,18 @@ def test_a_bad_group_added_later(cls: Any, steps: int) -> None:
 # ------------------------------------------------------------------ steps
 
 
-@both
+@with_closures
 @started
-def test_a_closure_that_runs_no_backward(cls: Any, steps: int) -> None:
-    model, optimizer = make(cls, steps)
+def test_a_closure_that_runs_no_backward(name: str, steps: int) -> None:
+    model, optimizer = make(name, steps)
     with unchanged(model, optimizer), pytest.raises(RuntimeError, match="backward"):
         optimizer.step(lambda: F.cross_entropy(model(X), Y))
 
 
-@both
+@each
 @started
-def test_a_first_phase_that_runs_no_backward(cls: Any, steps: int) -> None:
-    model, optimizer = make(cls, steps)
+def test_a_first_phase_that_runs_no_backward(name: str, steps: int) -> None:
+    model, optimizer = make(name, steps)
     with unchanged(model, optimizer), pytest.raises(RuntimeError, match="backward"):
         optimizer.zero_grad()
         with optimizer.first_pass():
@@ -191,9 +205,9 @@ def test_a_first_phase_that_runs_no_backward(cls: Any, steps: int) -> None:
         optimizer.step()
 
 
-@both
-def test_step_without_anything_measured(cls: Any) -> None:
-    model, optimizer = make(cls, 0)
+@each
+def test_step_without_anything_measured(name: str) -> None:
+    model, optimizer = make(name, 0)
     with unchanged(model, optimizer), pytest.raises(RuntimeError, match="first_pass"):
         F.cross_entropy(model(X), Y).backward()
         optimizer.step()
@@ -203,7 +217,7 @@ def per_datum(output: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(output, y, reduction="none")
 
 
-@both
+@each
 @started
 @pytest.mark.parametrize(
     ("loss", "found"),
@@ -214,16 +228,16 @@ def per_datum(output: Tensor, y: Tensor) -> Tensor:
         (lambda output, y: None, "type NoneType"),
     ],
 )
-def test_a_loss_that_is_no_scalar(cls: Any, steps: int, loss: Callable[..., Any], found: str) -> None:
-    model, optimizer = make(cls, steps)
+def test_a_loss_that_is_no_scalar(name: str, steps: int, loss: Callable[..., Any], found: str) -> None:
+    model, optimizer = make(name, steps)
     with unchanged(model, optimizer), pytest.raises(ValueError, match=found):
         optimizer.step(Minibatch(model, loss, X, Y))
 
 
-@both
+@with_closures
 @started
-def test_a_closure_whose_loss_is_no_scalar(cls: Any, steps: int) -> None:
-    model, optimizer = make(cls, steps)
+def test_a_closure_whose_loss_is_no_scalar(name: str, steps: int) -> None:
+    model, optimizer = make(name, steps)
 
     def evaluate() -> Tensor:
         optimizer.zero_grad()
@@ -235,10 +249,10 @@ def test_a_closure_whose_loss_is_no_scalar(cls: Any, steps: int) -> None:
         optimizer.step(evaluate)
 
 
-@both
+@each
 @started
-def test_an_empty_minibatch(cls: Any, steps: int) -> None:
-    model, optimizer = make(cls, steps)
+def test_an_empty_minibatch(name: str, steps: int) -> None:
+    model, optimizer = make(name, steps)
     with unchanged(model, optimizer), pytest.raises(ValueError, match="no datum"):
         optimizer.step(Minibatch(model, F.cross_entropy, X[:0], Y[:0]))
 
@@ -246,10 +260,10 @@ def test_an_empty_minibatch(cls: Any, steps: int) -> None:
 @pytest.mark.parametrize(
     "model", [net(), nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten())]
 )
-@both
+@with_closures
 @started
-def test_an_empty_batch_in_a_closure(cls: Any, steps: int, model: nn.Module) -> None:
-    model, optimizer = make(cls, steps, copy.deepcopy(model))
+def test_an_empty_batch_in_a_closure(name: str, steps: int, model: nn.Module) -> None:
+    model, optimizer = make(name, steps, copy.deepcopy(model))
 
     def evaluate() -> Tensor:
         optimizer.zero_grad()
@@ -261,40 +275,48 @@ def test_an_empty_batch_in_a_closure(cls: Any, steps: int, model: nn.Module) -> 
         optimizer.step(evaluate)
 
 
-@both
-def test_an_error_in_the_model_passes_through(cls: Any) -> None:
-    model, optimizer = make(cls, 1)
+@each
+def test_an_error_in_the_model_passes_through(name: str) -> None:
+    model, optimizer = make(name, 1)
     with unchanged(model, optimizer), pytest.raises(RuntimeError, match="expected input"):
         optimizer.step(Minibatch(model, F.cross_entropy, torch.rand(8, 2, 4, 4), Y))
 
 
-@both
+@each
 @pytest.mark.parametrize("loader", [[], iter([])], ids=["list", "iterator"])
-def test_a_warm_start_without_data(cls: Any, loader: Any) -> None:
-    model, optimizer = make(cls, 0)
+def test_a_warm_start_without_data(name: str, loader: Any) -> None:
+    model, optimizer = make(name, 0)
     with unchanged(model, optimizer), pytest.raises(ValueError, match="no batch"):
-        optimizer.warm_start(loader, progress=False)
+        forward = None if FAMILY[name].starts_from_inputs else lambda batch: None
+        optimizer.warm_start(loader, forward, progress=False)
+
+
+@pytest.mark.parametrize("name", rows(lambda member: not member.starts_from_inputs))
+def test_a_warm_start_without_the_backward_pass_that_it_needs(name: str) -> None:
+    model, optimizer = make(name, 0)
+    with unchanged(model, optimizer), pytest.raises(ValueError, match="needs gradients. Pass forward="):
+        optimizer.warm_start([X], progress=False)
 
 
 def test_quantities_before_backward() -> None:
-    model, _ = make(KBFGS, 0)
+    model, _ = make("KBFGS", 0)
     ext = KBFGSQuantities()
     with unchanged(model), pytest.raises(MissingQuantitiesError, match="backward pass"):
         ext[model[0]]
 
 
-@both
+@each_class
 @pytest.mark.parametrize("trip", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_an_optimizer_is_not_copied_without_its_model(cls: Any, trip: Callable[[Any], Any]) -> None:
+def test_an_optimizer_is_not_copied_without_its_model(name: str, trip: Callable[[Any], Any]) -> None:
     """Rather than giving a copy that fails at its first step."""
-    model, optimizer = make(cls, 1)
+    model, optimizer = make(name, 1)
     with unchanged(model, optimizer), pytest.raises(TypeError, match="state_dict"):
         trip(optimizer)
 
 
-@both
-def test_loading_the_state_of_another_model(cls: Any) -> None:
-    model, optimizer = make(cls, 2)
-    _, other = make(cls, 0, nn.Sequential(nn.Flatten(), nn.Linear(16, 3)))
+@each
+def test_loading_the_state_of_another_model(name: str) -> None:
+    model, optimizer = make(name, 2)
+    _, other = make(name, 0, nn.Sequential(nn.Flatten(), nn.Linear(16, 3)))
     with unchanged(model, optimizer), pytest.raises(ValueError, match="group"):
         optimizer.load_state_dict(other.state_dict())

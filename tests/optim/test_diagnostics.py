@@ -1,6 +1,5 @@
 """What `diagnostics()` reports, against counts and eigenvalues found otherwise."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 
 from kfqn_ext.geometry import geometry_of
 from kfqn_ext.linalg import damped_inverse
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL, splits
-from kfqn_ext.optim.inverses import HessianActionLBFGS
+from kfqn_ext.optim import KBFGS, Minibatch, splits
 from tests import reference as ref
 from tests.cases import FEW_EXAMPLES, IGNORE_EVEN_SAME, Case, random_cases
+from tests.optim.family import FAMILY, rows
+from tests.optim.twins import TWINS
 
 pytestmark = IGNORE_EVEN_SAME
 F64 = torch.float64
@@ -46,32 +46,26 @@ def test_before_the_first_step_there_is_nothing_to_describe() -> None:
         assert (d.A, d.G, d.leverage) == (None, None, None)
 
 
-class CountedReference(ref.ReferenceKBFGS):
-    """Counts the pairs that Powell's damping changes: sᵀy < μ₁ yᵀHy, per block."""
+def counting(reference: type) -> type:
+    """A reference that counts the pairs that Powell's damping changes, sᵀy < μ₁ yᵀHy, per block."""
 
-    def update_H_G(self, st: Any, first: ref.Layer, second: ref.Layer) -> None:
-        H = st.H_G
-        super().update_H_G(st, first, second)
-        sy = torch.einsum("...i,...i->...", st.s_G, st.y_G)
-        yHy = torch.einsum("...i,...ij,...j->...", st.y_G, H, st.y_G)
-        st.damped = getattr(st, "damped", 0) + int((sy < self.mu1 * yHy).sum())
+    class Counting(reference):  # type: ignore[misc, valid-type]
+        def update_H_G(self, st: Any, first: ref.Layer, second: ref.Layer) -> None:
+            H = st.H_G0 if self.pair_damping == "algo_6" else st.H_G
+            super().update_H_G(st, first, second)
+            if torch.is_tensor(st.s_G):
+                sy = torch.einsum("...i,...i->...", st.s_G, st.y_G)
+                yHy = torch.einsum("...i,...ij,...j->...", st.y_G, H, st.y_G)
+                st.damped = getattr(st, "damped", 0) + int((sy < self.mu1 * yHy).sum())
 
-
-ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "KBFGS": (lambda model: KBFGS(model, **COMMON), {}),
-    "KBFGSL": (lambda model: KBFGSL(model, history_size=4, **COMMON), {"memory": 4}),
-    "KBFGS20": (
-        lambda model: KBFGS20(model, **COMMON),
-        {"pair_damping": "2020", "moving_A": True, "split": "equal", "H_G0": "identity"},
-    ),
-}
+    return Counting
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", rows(lambda member: not member.samples))  # Fisher factors are no pairs
 def test_counts_and_eigenvalues(name: str) -> None:
     model, twin, steps = net(), net(), 12
-    make, options = ROWS[name]
-    optimizer, reference = make(model), CountedReference(twin, F.cross_entropy, 0.1, 0.5, **options)
+    member, dense = FAMILY[name], TWINS[name].derived(counting)
+    optimizer, reference = (one.make(m, lr=0.1, damping=0.5) for one, m in ((member, model), (dense, twin)))
     for k in range(steps):
         optimizer.step(batch(model, k))
         reference.step(batch(twin, k).x, batch(twin, k).y)
@@ -79,16 +73,18 @@ def test_counts_and_eigenvalues(name: str) -> None:
     for layer, d in by_name(optimizer).items():
         want: Any = reference.state[layer]
         blocks = 2 if layer == "2" else 1  # pairs of channel groups count one by one
-        assert (d.A.kept, d.A.damped, d.A.skipped) == (steps * blocks, 0, 0)
-        assert (d.G.kept, d.G.damped, d.G.skipped) == (steps * blocks, want.damped, 0)
-        damped += want.damped
+        of_layer = getattr(want, "damped", 0)
+        assert (d.A.kept, d.A.damped, d.A.skipped) == (steps * blocks * member.action_A, 0, 0)
+        assert (d.G.kept, d.G.damped, d.G.skipped) == (steps * blocks * member.secant_G, of_layer, 0)
+        damped += of_layer
         for side, H in ((d.A, want.H_A), (d.G, want.H_G)):
             eigenvalues = torch.linalg.eigvalsh(H)
             assert side.smallest == pytest.approx(float(eigenvalues.min()), rel=1e-8)
             assert side.largest == pytest.approx(float(eigenvalues.max()), rel=1e-8)
             assert 0 < side.smallest <= side.largest
-        assert (d.A.damping, d.G.damping) == pytest.approx((want.lambda_A, want.lambda_G))
-    assert 0 < damped < 4 * steps  # some pairs and not all
+        largest = [float(torch.as_tensor(damping).max()) for damping in (want.lambda_A, want.lambda_G)]
+        assert (d.A.damping, d.G.damping) == pytest.approx(largest)
+    assert 0 < damped < 4 * steps or not member.secant_G  # some pairs and not all
 
 
 def test_updates_that_are_not_due_are_not_counted() -> None:
@@ -151,22 +147,12 @@ def explicit_leverage(optimizer: Any, model: nn.Module, minibatch: Minibatch) ->
     return found
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda model: KBFGS(model, **COMMON),
-        lambda model: KBFGS20(model, **COMMON),
-        lambda model: KroneckerOptimizer(
-            model, recipe=replace(KBFGS.recipe, input_inverse=HessianActionLBFGS(history_size=4)), **COMMON
-        ),
-    ],
-    ids=["minibatch", "moving average", "limited memory"],
-)
-def test_leverage_is_that_of_the_inverse_before_its_update(make: Any) -> None:
+@pytest.mark.parametrize("name", rows(lambda member: member.action_A))
+def test_leverage_is_that_of_the_inverse_before_its_update(name: str) -> None:
     model = net()
-    optimizer = make(model)
+    optimizer = FAMILY[name].make(model, lr=0.1, damping=0.5)
     optimizer.step(batch(model, 0))
-    if not isinstance(optimizer.recipe.input_inverse, HessianActionLBFGS):
+    if not FAMILY[name].pairs_A:
         # The first inverse is exact for the first minibatch.
         assert all(0 < d.leverage <= 1 + 1e-12 for d in optimizer.diagnostics())
     for k in range(1, 4):
@@ -190,26 +176,16 @@ def test_leverage_tells_a_stale_inverse() -> None:
 # ------------------------------------------------------------------ every member
 
 
-MEMBERS: dict[str, Any] = {
-    "KBFGS": lambda model: KBFGS(model, **COMMON),
-    "KBFGSL": lambda model: KBFGSL(model, **COMMON),
-    "KBFGS20": lambda model: KBFGS20(model, **COMMON),
-    "KBFGSL20": lambda model: KBFGSL20(model, **COMMON),
-    "ProvableKBFGSL": lambda model: ProvableKBFGSL(model, lr=0.1, damping_A=0.3, damping_G=0.6),
-    "KFAC": lambda model: KFAC(model, lr=0.1, damping=0.5),
-    "trace split": lambda model: KroneckerOptimizer(model, recipe=replace(KBFGS.recipe, split=splits.trace), **COMMON),
-}
-
-
 def eigen(H: Tensor) -> tuple[float, float]:
     eigenvalues = torch.linalg.eigvalsh(H)
     return float(eigenvalues.min()), float(eigenvalues.max())
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", FAMILY)
 def test_every_member_has_diagnostics(name: str) -> None:
-    model = net()
-    optimizer = MEMBERS[name](model)
+    model, member = net(), FAMILY[name]
+    given = {"damping_A": 0.3, "damping_G": 0.6} if member.given_damping else {}
+    optimizer = member.make(model, lr=0.1, damping=0.5, **given)
     for k in range(3):
         optimizer.step(batch(model, k))
     found = optimizer.diagnostics()
@@ -222,15 +198,14 @@ def test_every_member_has_diagnostics(name: str) -> None:
             if key in state:
                 assert (side.smallest, side.largest) == pytest.approx(eigen(state[key]))
         T = {"0": 16, "2": 4, "5": 1}[d.name]
-        if name in ("KBFGS", "KBFGSL"):
-            assert (d.A.damping, d.G.damping) == pytest.approx(((0.5 * T) ** 0.5, (0.5 / T) ** 0.5))
-        elif name == "ProvableKBFGSL":
+        if member.given_damping:
             assert (d.A.damping, d.G.damping) == pytest.approx((0.3, 0.6))
-        elif name != "trace split":
+        elif member.recipe.split is splits.spatial:
+            assert (d.A.damping, d.G.damping) == pytest.approx(((0.5 * T) ** 0.5, (0.5 / T) ** 0.5))
+        elif not member.reads_traces:
             assert d.A.damping == d.G.damping == pytest.approx(0.5**0.5)
         elif getattr(layer, "groups", 1) == 1:  # the largest of several groups' otherwise
             assert d.A.damping * d.G.damping == pytest.approx(0.5)
-        learns_pairs = name not in ("KFAC", "ProvableKBFGSL")
-        assert (d.A.kept > 0) == learns_pairs and (d.leverage is not None) == learns_pairs
-        assert (d.G.kept > 0) == (name != "KFAC")
+        assert (d.A.kept > 0) == (d.leverage is not None) == member.action_A
+        assert (d.G.kept > 0) == member.secant_G
     assert "smallest" in str(found[0])  # a line that a person can read

@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch
+from kfqn_ext.optim import KBFGS, Minibatch
+from tests.optim.family import FAMILY
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
-each = pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
+each = pytest.mark.parametrize("name", FAMILY)
 
 
 def net() -> nn.Sequential:
@@ -25,19 +26,19 @@ def backward(model: nn.Module) -> None:
     F.cross_entropy(model(X), Y).backward()
 
 
-def with_empty_state(cls: Any) -> tuple[nn.Sequential, Any]:
+def with_empty_state(name: str) -> tuple[nn.Sequential, Any]:
     model = net()
-    optimizer = cls(model, lr=0.1, damping=1.0)
+    optimizer = FAMILY[name].make(model, lr=0.1)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    assert "state.0.weight.H_A" in get_optimizer_state_dict(model, optimizer, options=options)
+    assert f"state.0.weight.{FAMILY[name].learned_A}" in get_optimizer_state_dict(model, optimizer, options=options)
     return model, optimizer
 
 
 @each
-def test_a_warm_up_from_zero_in_a_plain_loop_is_told_what_is_missing(cls: Any) -> None:
+def test_a_warm_up_from_zero_in_a_plain_loop_is_told_what_is_missing(name: str) -> None:
     """Not a step without curvature, at every rate from the second on."""
     model = net()
-    optimizer = cls(model, lr=0.1, damping=1.0)
+    optimizer = FAMILY[name].make(model, lr=0.1)
     LambdaLR(optimizer, lambda k: k / 10)
     backward(model)
     with pytest.raises(RuntimeError, match="nothing measured"):
@@ -46,9 +47,9 @@ def test_a_warm_up_from_zero_in_a_plain_loop_is_told_what_is_missing(cls: Any) -
 
 
 @each
-def test_a_warm_up_from_zero_in_a_closure_works(cls: Any) -> None:
+def test_a_warm_up_from_zero_in_a_closure_works(name: str) -> None:
     model = net()
-    optimizer = cls(model, lr=0.1, damping=1.0)
+    optimizer = FAMILY[name].make(model, lr=0.1)
     schedule, before = LambdaLR(optimizer, lambda k: k / 10), model[0].weight.detach().clone()
     for moved in (False, True):
         optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
@@ -57,9 +58,9 @@ def test_a_warm_up_from_zero_in_a_closure_works(cls: Any) -> None:
 
 
 @each
-def test_an_empty_state_is_no_curvature(cls: Any) -> None:
+def test_an_empty_state_is_no_curvature(name: str) -> None:
     """A plain loop after it is refused, at any rate; and there is nothing to describe."""
-    model, optimizer = with_empty_state(cls)
+    model, optimizer = with_empty_state(name)
     assert [(d.A, d.G, d.leverage) for d in optimizer.diagnostics()] == [(None, None, None)] * 2
     before = model[0].weight.detach().clone()
     for lr in (0.1, 0.0):
@@ -72,7 +73,7 @@ def test_an_empty_state_is_no_curvature(cls: Any) -> None:
 
 def test_a_warm_start_after_it_counts() -> None:
     model, twin = net(), net()
-    optimizer, other = with_empty_state(KBFGS)[1], KBFGS(twin, lr=0.1, damping=1.0)
+    optimizer, other = with_empty_state("KBFGS")[1], FAMILY["KBFGS"].make(twin, lr=0.1)
     model = optimizer._model
     for which, of in ((optimizer, model), (other, twin)):
         which.warm_start([X, 2 * X], progress=False)

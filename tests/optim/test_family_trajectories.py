@@ -14,8 +14,6 @@ from kfqn_ext.linalg import double_damping_2020
 from kfqn_ext.optim import (
     KBFGS,
     KBFGS20,
-    KBFGSL,
-    KBFGSL20,
     KFAC,
     KroneckerOptimizer,
     Minibatch,
@@ -32,9 +30,12 @@ from kfqn_ext.optim.inverses import (
     SecantBFGS,
     SecantLBFGS,
 )
+from kfqn_ext.optim.recipe import SecondPass
 from kfqn_ext.optim.targets import categorical
 from tests import reference as ref
 from tests.cases import assert_close
+from tests.optim.family import FAMILY, Member, cell, kfac, rows
+from tests.optim.twins import TWINS, RunningMean, RunningMeanOfA, TraceSplit, Twin, twin_of
 
 F64 = torch.float64
 STEPS, LR, DAMPING = 10, 0.1, 0.5
@@ -109,128 +110,62 @@ def run(
     compare(optimizer, model, reference, twin)
 
 
-# ------------------------------------------------------------------ the rows that learn pairs
+# ------------------------------------------------------------------ pairs of a row and its twin
 
 
-class LimitedA(ref.ReferenceKBFGS):
-    """H_A by L-BFGS from I / λ_A and the last four pairs of eq_1."""
-
-    def initial(self, layer: ref.Layer, A: Tensor) -> ref.LayerState:
-        st = super().initial(layer, A)
-        st.H_A = self.scaled_identity(st)
-        st.pairs_A = []  # type: ignore[attr-defined]
-        return st
-
-    @staticmethod
-    def scaled_identity(st: Any) -> Tensor:
-        return torch.eye(st.H_A.shape[-1], dtype=F64).expand_as(st.H_A) / st.lambda_A
-
-    def update_H_A(self, st: Any, layer: ref.Layer) -> None:
-        s = torch.einsum("...ij,...j->...i", st.H_A, layer.a_bar)
-        st.pairs_A = [*st.pairs_A, (s, torch.einsum("...ij,...j->...i", layer.A, s) + st.lambda_A * s)][-4:]
-        st.A, st.H_A = layer.A, ref.lbfgs(self.scaled_identity(st), st.pairs_A)
-
-
-class TraceSplit(ref.ReferenceKBFGS):
-    """line_11's π for K-BFGS: mean eigenvalues of A and of the empirical Fisher factor, as moving averages."""
-
-    def initial(self, layer: ref.Layer, A: Tensor) -> ref.LayerState:
-        st: Any = super().initial(layer, A)
-        st.power_A, st.power_G = self.power(A), self.power(layer.Gamma)
-        self.split_damping(st)
-        st.H_A = ref.damped_inverse(A, st.lambda_A)
-        st.H_G = st.H_G0 = torch.eye(st.H_G.shape[-1], dtype=F64) / st.lambda_G[..., None, None]
-        return st
-
-    @staticmethod
-    def power(factor: Tensor) -> Tensor:
-        return factor.diagonal(dim1=-2, dim2=-1).mean(-1)
-
-    def split_damping(self, st: Any) -> None:
-        pi = (st.power_A / st.power_G).sqrt()
-        st.lambda_A, st.lambda_G = pi * self.damping**0.5, self.damping**0.5 / pi
-
-    def update_H_A(self, st: Any, layer: ref.Layer) -> None:
-        st.power_A = 0.9 * st.power_A + 0.1 * self.power(layer.A)
-        st.power_G = 0.9 * st.power_G + 0.1 * self.power(layer.Gamma)
-        self.split_damping(st)
-        s = torch.einsum("...ij,...j->...i", st.H_A, layer.a_bar)
-        y = torch.einsum("...ij,...j->...i", layer.A, s) + st.lambda_A[..., None] * s
-        st.A, st.H_A = layer.A, ref.bfgs(st.H_A, s, y)
-
-    def update_H_G(self, st: Any, first: ref.Layer, second: ref.Layer) -> None:
-        st.s_G = 0.9 * st.s_G + 0.1 * (second.h_bar - first.h_bar)
-        st.y_G = 0.9 * st.y_G + 0.1 * (second.dh_bar - first.dh_bar)
-        s = ref.powell(st.s_G, st.y_G, st.H_G, self.mu1)
-        y = st.y_G + st.lambda_G[..., None] * s
-        if self.memory is None:
-            st.H_G = ref.bfgs(st.H_G, s, y)
-        else:  # the pairs keep the damping of their time, the identity that they start from has today's
-            st.pairs = [*st.pairs, (s, y)][-self.memory :]
-            st.H_G = ref.lbfgs(torch.eye(s.shape[-1], dtype=F64) / st.lambda_G[..., None, None], st.pairs)
-
-
-class RunningMeanOfA(ref.ReferenceKBFGS):
-    """A moves with the weight min(1 - 1/k, 0.6)."""
-
-    def update_H_A(self, st: Any, layer: ref.Layer) -> None:
-        always, self.beta = self.beta, min(1 - 1 / self.k, 0.6)
-        super().update_H_A(st, layer)
-        self.beta = always
-
-
-Make = Callable[..., Any]
-
-
-def cell(**changed: Any) -> Make:
-    """K-BFGS with changed cells of its recipe: no class of its own."""
-    return lambda model, **options: KroneckerOptimizer(model, recipe=replace(KBFGS.recipe, **changed), **options)
-
-
-def twin_of(cls: Any = ref.ReferenceKBFGS, **cells: Any) -> Make:
-    return lambda model, T, **options: cls(model, F.cross_entropy, LR, DAMPING, T=T, **cells, **options)
-
-
-def limited(cls: Any) -> Make:
-    return lambda model, **options: cls(model, history_size=4, **options)
-
-
-OLD = {"pair_damping": "2020", "moving_A": True, "split": "equal", "H_G0": "identity"}
-ROWS: dict[str, tuple[Make, Make]] = {
-    "K-BFGS": (KBFGS, twin_of()),
-    "K-BFGS(L)": (limited(KBFGSL), twin_of(memory=4)),
-    "K-BFGS-20": (KBFGS20, twin_of(**OLD)),
-    "K-BFGS(L)-20": (limited(KBFGSL20), twin_of(**OLD, memory=4)),
-    "#1 off": (cell(output_inverse=SecantBFGS(pair_damping=double_damping_2020)), twin_of(pair_damping="2020")),
-    "#2 off": (cell(input_inverse=MovingHessianAction()), twin_of(moving_A=True)),
+# With another constant than in the table, or two changed cells.
+MORE: dict[str, tuple[Member, Twin]] = {
     "#2 off, running mean": (
         cell(input_inverse=MovingHessianAction(decay=running_mean(0.6))),
         twin_of(RunningMeanOfA, moving_A=True),
     ),
-    "L-BFGS on both sides": (
-        cell(input_inverse=HessianActionLBFGS(history_size=4), output_inverse=SecantLBFGS(history_size=4)),
-        twin_of(LimitedA, memory=4),
-    ),
-    "L-BFGS for H_A": (cell(input_inverse=HessianActionLBFGS(history_size=4)), twin_of(LimitedA)),
-    "trace split": (cell(split=splits.trace), twin_of(TraceSplit)),
     "trace split, L-BFGS": (
         cell(split=splits.trace, output_inverse=SecantLBFGS(history_size=4)),
         twin_of(TraceSplit, memory=4),
     ),
+    "KFAC as printed, running mean": (
+        kfac(
+            replace(
+                KFAC.recipe,
+                second_pass=SecondPass.SAMPLED_AFTER_STEP,
+                input_inverse=OmegaInverse(running_mean(0.6)),
+                output_inverse=GammaInverse(running_mean(0.6)),
+            )
+        ),
+        twin_of(RunningMean, order="printed", largest=0.6),
+    ),
 }
 
 
+def rows_and_more(holds: Callable[[Member], bool]) -> list[str]:
+    return [*rows(holds), *(name for name, (member, _) in MORE.items() if holds(member))]
+
+
+def pair(name: str) -> tuple[Member, Twin]:
+    return MORE[name] if name in MORE else (FAMILY[name], TWINS[name])
+
+
+def test_every_row_has_a_twin() -> None:
+    assert TWINS.keys() == FAMILY.keys() and not TWINS.keys() & MORE.keys()
+
+
+# ------------------------------------------------------------------ rows whose second pass repeats the first
+
+
 @both_T
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", rows_and_more(lambda member: not member.samples))
 def test_ten_steps_equal_the_reference(row: str, T: int) -> None:
     model, twin = net(), net()
-    make, make_twin = ROWS[row]
-    optimizer = make(model, lr=LR, damping=DAMPING, curvature_update_freq=T, weight_decay=1e-2)
-    reference = make_twin(twin, T, weight_decay=1e-2)
+    member, dense = pair(row)
+    decay = {"weight_decay": 1e-2} if member.takes("weight_decay") else {}
+    optimizer = member.make(model, lr=LR, damping=DAMPING, T=T, **decay)
+    reference = dense.make(twin, lr=LR, damping=DAMPING, T=T, **decay)
     run(optimizer, model, reference, twin)
     # The test says something only if there was curvature to learn.
-    for name, want in reference.state.items():
-        assert (want.H_G - want.H_G0).abs().max() > 0.01 * want.H_G0.abs().max(), name
+    for d in optimizer.diagnostics():
+        want = reference.state[d.name]
+        moved = (want.H_G - want.H_G0).abs().max() > 0.01 * want.H_G0.abs().max()
+        assert bool(moved) == member.secant_G and bool(d.A.kept) == member.action_A, d.name
 
 
 def gram_factors(model: nn.Module, targets: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -270,9 +205,7 @@ def test_ablations_are_what_their_names_say() -> None:
 def test_limited_memory_for_H_A_keeps_no_matrix_of_its_size() -> None:
     """p d_in numbers instead of d_in²."""
     model = nn.Sequential(nn.Linear(200, 4), nn.Tanh(), nn.Linear(4, 3))
-    optimizer = cell(input_inverse=HessianActionLBFGS(history_size=5))(
-        model, lr=LR, damping=DAMPING, curvature_update_freq=1
-    )
+    optimizer = cell(input_inverse=HessianActionLBFGS(history_size=5)).make(model, lr=LR, damping=DAMPING)
     for _ in range(7):
         optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(8, 200), torch.arange(8) % 3))
     state = optimizer.state[model[0].weight]
@@ -298,21 +231,6 @@ def test_ten_steps_of_the_provable_variant(T: int, memory: int) -> None:
 # ------------------------------------------------------------------ KFAC
 
 
-class PiIsOne(ref.ReferenceKFAC):
-    """Both factors get √λ."""
-
-    def inverses(self, Omega: Tensor, Gamma: Tensor) -> tuple[Tensor, Tensor]:
-        return ref.damped_inverse(Omega, self.damping**0.5), ref.damped_inverse(Gamma, self.damping**0.5)
-
-
-class RunningMean(PiIsOne):
-    """Ω and Γ move with the weight min(1 - 1/k, 0.6)."""
-
-    def update_curvature(self, x: Any, rng_state: Tensor) -> None:
-        self.beta = min(1 - 1 / self.k, 0.6)
-        super().update_curvature(x, rng_state)
-
-
 def sample(output: Tensor) -> Tensor:
     """As KFAC samples: a seed from the global random numbers after the first pass, and a generator of its own."""
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
@@ -324,44 +242,20 @@ def second_best(output: Tensor, *unused: Any) -> Tensor:
     return output.topk(2, dim=1).indices[:, 1]
 
 
-KFAC_ROWS: dict[str, tuple[Any, Any]] = {
-    "as printed": (KFAC.recipe_as_printed, lambda *a, **k: ref.ReferenceKFAC(*a, **k, order="printed")),
-    "stable": (KFAC.recipe, lambda *a, **k: PiIsOne(*a, **k, order="statistics_first")),
-    "stable, adaptive π": (
-        replace(KFAC.recipe, split=splits.trace),
-        lambda *a, **k: ref.ReferenceKFAC(*a, **k, order="statistics_first"),
-    ),
-    "stable, running mean": (
-        replace(
-            KFAC.recipe, input_inverse=OmegaInverse(running_mean(0.6)), output_inverse=GammaInverse(running_mean(0.6))
-        ),
-        lambda *a, **k: RunningMean(*a, **k, order="statistics_first"),
-    ),
-    "as printed, running mean": (
-        replace(
-            KFAC.recipe_as_printed,
-            split=splits.equal,
-            input_inverse=OmegaInverse(running_mean(0.6)),
-            output_inverse=GammaInverse(running_mean(0.6)),
-        ),
-        lambda *a, **k: RunningMean(*a, **k, order="printed"),
-    ),
-}
+SAMPLED = rows_and_more(lambda member: member.samples)
 FREQUENCIES = [(1, 1), (1, 3), (2, 1), (3, 2)]
 
 
 def kfac_pair(row: str, T1: int, T2: int, **options: Any) -> tuple[Any, nn.Module, Any, nn.Module]:
     model, twin = net(), net()
-    recipe, make_twin = KFAC_ROWS[row]
-    optimizer = KFAC(
-        model, lr=0.01, damping=DAMPING, stats_update_freq=T1, inverse_update_freq=T2, weight_decay=1e-2, recipe=recipe
-    )
-    reference = make_twin(twin, F.cross_entropy, 0.01, DAMPING, T1=T1, T2=T2, weight_decay=1e-2, **options)
-    return optimizer, model, reference, twin
+    member, dense = pair(row)
+    common = {"lr": 0.01, "damping": DAMPING, "weight_decay": 1e-2}
+    optimizer = member.make(model, T=T1, inverse_update_freq=T2, **common)
+    return optimizer, model, dense.make(twin, T1=T1, T2=T2, **common, **options), twin
 
 
 @pytest.mark.parametrize(("T1", "T2"), FREQUENCIES)
-@pytest.mark.parametrize("row", KFAC_ROWS)
+@pytest.mark.parametrize("row", SAMPLED)
 def test_ten_steps_of_kfac(row: str, T1: int, T2: int) -> None:
     """Without dropout, whose random numbers the seeds of the sampled targets shift."""
     optimizer, model, reference, twin = kfac_pair(row, T1, T2, sample_targets=second_best)
@@ -375,14 +269,17 @@ def test_ten_steps_of_kfac(row: str, T1: int, T2: int) -> None:
 
 
 @both_T
-@pytest.mark.parametrize("row", ["stable", "stable, adaptive π"])
+@pytest.mark.parametrize("row", rows_and_more(lambda member: member.learns_first))
 def test_ten_steps_of_kfac_with_sampled_targets_and_dropout(row: str, T: int) -> None:
-    """The only random numbers that a step draws beside the model's own are one seed for each sampled pass."""
+    """The only random numbers that a step draws beside the model's own are one seed for each sampled pass.
+
+    Rows that learn after the step draw a second one in the first step, where the reference repeats the first.
+    """
     run(*kfac_pair(row, 1, T, sample_targets=sample))
 
 
 @both_T
-@pytest.mark.parametrize("row", KFAC_ROWS)
+@pytest.mark.parametrize("row", SAMPLED)
 def test_ten_steps_of_kfac_from_a_warm_start(row: str, T: int) -> None:
     optimizer, model, reference, twin = kfac_pair(row, 1, T, sample_targets=sample)
     for m in (model, twin):
@@ -436,10 +333,10 @@ def test_the_pass_with_sampled_targets_computes_no_weight_gradients() -> None:
     assert all(p.grad is not None for p in model.parameters())  # what the first pass left
 
 
-@pytest.mark.parametrize("recipe", [KFAC.recipe, KFAC.recipe_as_printed], ids=["stable", "as printed"])
-def test_kfac_needs_more_than_a_plain_closure(recipe: Any) -> None:
+@pytest.mark.parametrize("row", SAMPLED)
+def test_kfac_needs_more_than_a_plain_closure(row: str) -> None:
     model = net()
-    optimizer = KFAC(model, lr=0.01, damping=DAMPING, recipe=recipe)
+    optimizer = pair(row)[0].make(model, lr=0.01, damping=DAMPING)
     before = copy.deepcopy(model.state_dict())
 
     def closure() -> Tensor:
@@ -451,13 +348,13 @@ def test_kfac_needs_more_than_a_plain_closure(recipe: Any) -> None:
     optimizer.step(Minibatch(model, F.cross_entropy, *batches()[0]))
 
 
-@pytest.mark.parametrize("recipe", [KFAC.recipe, KFAC.recipe_as_printed], ids=["stable", "as printed"])
-def test_kfac_without_a_closure(recipe: Any) -> None:
+@pytest.mark.parametrize("row", SAMPLED)
+def test_kfac_without_a_closure(row: str) -> None:
     """first_pass and second_pass in a person's own loop make the steps that a Minibatch makes."""
     model, twin = net(), net()
     for m in (model, twin):
         m[8] = nn.Identity()
-    optimizers = [KFAC(m, lr=0.01, damping=DAMPING, recipe=recipe) for m in (model, twin)]
+    optimizers = [pair(row)[0].make(m, lr=0.01, damping=DAMPING) for m in (model, twin)]
 
     def sampled_pass(x: Tensor) -> None:
         if optimizers[1].second_pass_due:

@@ -1,6 +1,5 @@
 """Steps launch few operations: those that are not due, and what is learned in those that are."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -8,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KroneckerOptimizer, Minibatch
+from kfqn_ext.optim import KBFGS, Minibatch
 from kfqn_ext.optim.preconditioner import block as blocks
 from tests.operations import Operations
+from tests.optim.family import FAMILY
 
 
 def operations(blocks: int, **options: Any) -> int:
@@ -43,12 +43,12 @@ def test_operations_of_a_convolution_and_its_normalization(options: dict[str, An
     assert few - 2 * per_block < 40  # the rest does not grow with the net
 
 
-def learning_operations(layers: int, make: Any) -> int:
+def learning_operations(layers: int, row: str) -> int:
     """Of what layers of two sizes learn in one step, both passes not counted."""
     torch.manual_seed(0)
     body = [m for i in range(layers) for m in (nn.Linear(7 - i % 2, 6 + i % 2), nn.Tanh())]
     model = nn.Sequential(*body, nn.Linear(7, 3))
-    optimizer: KroneckerOptimizer = make(model, lr=0.05, damping=0.5, curvature_update_freq=1)
+    optimizer = FAMILY[row].make(model, lr=0.05, damping=0.5)
     batch, learn, operations = (
         Minibatch(model, F.cross_entropy, torch.randn(6, 7), torch.arange(6) % 3),
         optimizer._preconditioner.learn,
@@ -67,22 +67,22 @@ def learning_operations(layers: int, make: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("make", "per_layer"),
+    ("row", "per_layer"),
     [
         # Three products with H, two updates, their diagonals' extremes, λ_A and λ_G; and copies of vectors to stand
         # beside those of other layers, 14, and of two averages back: the rest is done for all layers at once.
-        (KBFGS, 25),
-        (KBFGS20, 40),  # and the moving average of A
-        (partial(KBFGSL, history_size=2), 48),  # and the compact form of H_G
-        (partial(KBFGSL, history_size=10), 25),  # which is formed as a matrix, for all small layers at once
+        ("KBFGS", 25),
+        ("KBFGS20", 40),  # and the moving average of A
+        ("KBFGSL", 48),  # and the compact form of H_G
+        ("KBFGSL, many pairs", 25),  # which is formed as a matrix, for all small layers at once
     ],
 )
-def test_operations_of_a_layer_that_learns(make: Any, per_layer: int) -> None:
-    few, many = learning_operations(2, make), learning_operations(12, make)
+def test_operations_of_a_layer_that_learns(row: str, per_layer: int) -> None:
+    few, many = learning_operations(2, row), learning_operations(12, row)
     assert many - few == 10 * per_layer
 
 
 def test_operations_of_a_layer_that_learns_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "kin", lambda layer: layer)
-    few, many = learning_operations(2, KBFGS), learning_operations(12, KBFGS)
+    few, many = learning_operations(2, "KBFGS"), learning_operations(12, "KBFGS")
     assert many - few == 10 * 269

@@ -8,20 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch
+from kfqn_ext.optim import Minibatch
 from tests.cases import assert_close
+from tests.optim.family import FAMILY, one_per, rows
 
 F64 = torch.float64
 X, Y = torch.randn(16, 4, dtype=F64, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3
 LR, DAMPING, BETA, DECAY = 0.1, 0.7, 0.9, 0.01
-each = pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
+ROWS = rows(lambda member: member.takes("momentum", "weight_decay"))
+each = pytest.mark.parametrize("name", ROWS)
 
 
-def started(cls: Any, steps: int = 3) -> tuple[Any, Any]:
+def started(name: str, steps: int = 3) -> tuple[Any, Any]:
     """A model whose layers have curvature and a momentum."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    optimizer = cls(model, lr=LR, damping=DAMPING, momentum=BETA, weight_decay=DECAY)
+    optimizer = FAMILY[name].make(model, lr=LR, damping=DAMPING, momentum=BETA, weight_decay=DECAY)
     for _ in range(steps):
         step(model, optimizer)
     return model, optimizer
@@ -34,24 +36,25 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 def inverses(optimizer: Any, layer: Any) -> tuple[Tensor, Tensor]:
-    state, side = optimizer.state[layer.weight], optimizer.recipe
-    return (
-        side.output_inverse.precondition(state, torch.eye(5, dtype=F64)).clone(),
-        side.input_inverse.precondition(state, torch.eye(5, dtype=F64)).clone(),
-    )
+    H_A, H_G = optimizer.inverses(layer.weight).dense()
+    return H_G.clone(), H_A.clone()
+
+
+def learn_no_more(optimizer: Any, name: str, **more: float) -> None:
+    for group in optimizer.param_groups:
+        group.update({FAMILY[name].T: 1000, "inverse_update_freq": 1000, **more})
 
 
 @each
-def test_a_frozen_bias_takes_no_part_in_the_direction(cls: Any) -> None:
+def test_a_frozen_bias_takes_no_part_in_the_direction(name: str) -> None:
     """Dense: M = [M_w, 0], and the weight's columns of P = H_G M H_A."""
-    model, optimizer = started(cls)
+    model, optimizer = started(name)
     layer = model[0]
     layer.bias.requires_grad_(False)
     M, bias = optimizer.state[layer.weight]["momentum"].clone(), layer.bias.detach().clone()
     assert M[:, 4].any()
     M[:, 4] = 0
-    for group in optimizer.param_groups:  # H is what it is: P can be formed from it before the step
-        group.update(curvature_update_freq=1000, inverse_update_freq=1000)
+    learn_no_more(optimizer, name)  # H is what it is: P can be formed from it before the step
     for _ in range(4):
         W, (H_G, H_A) = layer.weight.detach().clone(), inverses(optimizer, layer)
         step(model, optimizer)
@@ -62,13 +65,13 @@ def test_a_frozen_bias_takes_no_part_in_the_direction(cls: Any) -> None:
 
 
 @each
-def test_beside_a_frozen_weight_the_bias_takes_its_momentum(cls: Any) -> None:
+def test_beside_a_frozen_weight_the_bias_takes_its_momentum(name: str) -> None:
     """Dense: p = m at the fallback rate, α/λ or KFAC's α; not the column of H_G M H_A with the weight's M in it."""
-    model, optimizer = started(cls)
+    model, optimizer = started(name)
     layer = model[0]
     layer.weight.requires_grad_(False)
     m, weight = optimizer.state[layer.weight]["momentum"][:, 4].clone(), layer.weight.detach().clone()
-    rate = LR if cls is KFAC else LR / DAMPING
+    rate = optimizer.recipe.fallback_rate(LR, DAMPING)
     for _ in range(4):
         b = layer.bias.detach().clone()
         step(model, optimizer)
@@ -78,18 +81,17 @@ def test_beside_a_frozen_weight_the_bias_takes_its_momentum(cls: Any) -> None:
 
 
 def test_a_frozen_weight_is_told_of() -> None:
-    model, optimizer = started(KBFGS)
+    model, optimizer = started("KBFGS")
     model[0].weight.requires_grad_(False)
     with pytest.warns(UserWarning, match="Layer 0 .*its weight frozen.*takes the momentum direction"):
         optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
 
 
-@each
+@pytest.mark.parametrize("name", one_per(lambda member: member.recipe.second_pass, ROWS))
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_without_gradients_the_rest_comes_to_rest(cls: Any, frozen: str) -> None:
-    model, optimizer = started(cls)
-    for group in optimizer.param_groups:
-        group.update(curvature_update_freq=1000, inverse_update_freq=1000, weight_decay=0.0)
+def test_without_gradients_the_rest_comes_to_rest(name: str, frozen: str) -> None:
+    model, optimizer = started(name)
+    learn_no_more(optimizer, name, weight_decay=0.0)
     getattr(model[0], frozen).requires_grad_(False)
 
     def rest() -> None:
@@ -110,7 +112,7 @@ def test_without_gradients_the_rest_comes_to_rest(cls: Any, frozen: str) -> None
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_a_bad_batch_after_freezing_changes_nothing(frozen: str) -> None:
     """The part of M that is to go stays until a batch is good."""
-    model, optimizer = started(KBFGS)
+    model, optimizer = started("KBFGS")
     getattr(model[0], frozen).requires_grad_(False)
     before = {key: value.clone() for key, value in optimizer.state[model[0].weight].items()}
     with warnings.catch_warnings():
@@ -120,7 +122,7 @@ def test_a_bad_batch_after_freezing_changes_nothing(frozen: str) -> None:
 
 
 def test_a_bias_that_trains_again_starts_from_rest() -> None:
-    model, optimizer = started(KBFGS)
+    model, optimizer = started("KBFGS")
     model[0].bias.requires_grad_(False)
     step(model, optimizer)
     assert not optimizer.state[model[0].weight]["momentum"][:, 4].any()

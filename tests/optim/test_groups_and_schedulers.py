@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
-from kfqn_ext.optim import KBFGS, KBFGSL, Minibatch
+from kfqn_ext.optim import KBFGS, Minibatch
 from tests import reference as ref
 from tests.cases import assert_close
+from tests.optim.family import FAMILY, rows
 
 F64 = torch.float64
-both = pytest.mark.parametrize("cls", [KBFGS, KBFGSL])
+each = pytest.mark.parametrize("name", FAMILY)
+with_decay = pytest.mark.parametrize("name", rows(lambda member: member.takes("weight_decay")))
 X, Y = torch.randn(8, 6, dtype=F64, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
 
@@ -23,8 +25,9 @@ def net() -> Any:
     return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def step(model: nn.Module, optimizer: Any) -> Tensor:
-    return optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
+def step(model: nn.Module, optimizer: Any, scale: float = 1.0) -> Tensor:
+    torch.manual_seed(0)  # of sampled targets
+    return optimizer.step(Minibatch(model, F.cross_entropy, scale * X, Y))
 
 
 def values(module: nn.Module) -> list[Tensor]:
@@ -35,95 +38,95 @@ def changed(module: nn.Module, before: list[Tensor]) -> bool:
     return any(not torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
 
 
-@both
-def test_each_group_has_its_own_hyperparameters(cls: Any) -> None:
+@with_decay
+def test_each_group_has_its_own_hyperparameters(name: str) -> None:
     """A first step of two groups equals the steps of two optimizers that have these values throughout."""
     start = net()
     first = {"lr": 0.2, "damping": 0.5, "weight_decay": 0.1}
     second = {"lr": 0.01, "damping": 3.0, "weight_decay": 0.0}
     model = copy.deepcopy(start)
     rest = [*model[1].parameters(), *model[3].parameters()]
-    step(model, cls(model, [{"params": list(model[0].parameters()), **first}, {"params": rest, **second}]))
+    groups = [{"params": list(model[0].parameters()), **first}, {"params": rest, **second}]
+    step(model, FAMILY[name].make(model, params=groups, lr=0.0))
     for hyperparameters, layers in ((first, (0,)), (second, (1, 3))):
         twin = copy.deepcopy(start)
-        step(twin, cls(twin, **hyperparameters))
+        step(twin, FAMILY[name].make(twin, **hyperparameters))
         for i in layers:
             assert not changed(model[i], values(twin[i])) and changed(model[i], values(start[i]))
 
 
-@both
-def test_groups_learn_at_their_own_pace(cls: Any) -> None:
+@each
+def test_groups_learn_at_their_own_pace(name: str) -> None:
     model = net()
     groups = [
         {"params": list(model[0].parameters())},
-        {"params": list(model[3].parameters()), "curvature_update_freq": 3},
+        {"params": list(model[3].parameters()), FAMILY[name].T: 3},
     ]
-    optimizer, learned = cls(model, groups, lr=0.05, damping=1.0, curvature_update_freq=2), []
-    for _ in range(6):
-        before = [optimizer.state[model[i].weight].get("H_A", torch.zeros(())).clone() for i in (0, 3)]
-        step(model, optimizer)
-        after = [optimizer.state[model[i].weight]["H_A"] for i in (0, 3)]
+    optimizer, learned, key = FAMILY[name].make(model, params=groups, lr=0.05, T=2), [], FAMILY[name].learned_A
+    for k in range(6):
+        before = [optimizer.state[model[i].weight].get(key, torch.zeros(())).clone() for i in (0, 3)]
+        step(model, optimizer, scale=1 + 0.1 * k)
+        after = [optimizer.state[model[i].weight][key] for i in (0, 3)]
         learned.append([a.shape == b.shape and not torch.equal(a, b) for a, b in zip(after, before, strict=True)])
     assert learned == [[False, False], [True, False], [False, True], [True, False], [False, False], [True, True]]
 
 
-@both
-def test_parameters_left_out_are_left_alone(cls: Any) -> None:
+@each
+def test_parameters_left_out_are_left_alone(name: str) -> None:
     model = net()
-    optimizer, before = cls(model, model[3].parameters(), lr=0.1, damping=1.0, curvature_update_freq=1), values(model)
+    optimizer, before = FAMILY[name].make(model, params=model[3].parameters(), lr=0.1), values(model)
     for _ in range(3):
         step(model, optimizer)
     assert not changed(model[:3], before[:4]) and changed(model[3], before[4:])
     assert model[0].weight.grad is not None
 
 
-@both
-def test_a_group_added_later_equals_a_group_from_the_start(cls: Any) -> None:
+@each
+def test_a_group_added_later_equals_a_group_from_the_start(name: str) -> None:
     """Added before the first step, it makes no difference; later, its layers start when they are first measured."""
     start = net()
     whole, parts = copy.deepcopy(start), copy.deepcopy(start)
-    settings = {"lr": 0.1, "damping": 1.0, "curvature_update_freq": 2}
-    one = cls(whole, **settings)
-    two = cls(parts, parts[3].named_parameters(prefix="3"), **settings)
+    one = FAMILY[name].make(whole, lr=0.1, T=2)
+    two = FAMILY[name].make(parts, params=parts[3].named_parameters(prefix="3"), lr=0.1, T=2)
     two.add_param_group({"params": [*parts[0].named_parameters("0"), *parts[1].named_parameters("1")]})
     for _ in range(4):
         assert torch.equal(step(whole, one), step(parts, two))
     assert not changed(whole, values(parts))
 
     late = copy.deepcopy(start)
-    optimizer = cls(late, late[3].parameters(), **settings)
+    optimizer = FAMILY[name].make(late, params=late[3].parameters(), lr=0.1, T=2)
     step(late, optimizer)
     before = values(late)
     optimizer.add_param_group({"params": [*late[0].parameters(), *late[1].parameters()], "lr": 0.05})
     step(late, optimizer)  # the second step: due for all
-    assert changed(late[0], before[:2]) and "H_A" in optimizer.state[late[0].weight]
+    assert changed(late[0], before[:2]) and FAMILY[name].learned_A in optimizer.state[late[0].weight]
     assert "0.weight" in repr(optimizer) and optimizer.param_groups[1]["lr"] == 0.05
     for _ in range(5):
         loss = step(late, optimizer)
     assert loss < F.cross_entropy(start(X), Y)
 
 
-@both
-def test_unfreezing_a_layer(cls: Any) -> None:
+@with_decay
+def test_unfreezing_a_layer(name: str) -> None:
     model = net()
     model[0].requires_grad_(False)
-    optimizer, before = cls(model, lr=0.1, damping=1.0, curvature_update_freq=1, weight_decay=0.1), values(model[0])
+    optimizer, before = FAMILY[name].make(model, lr=0.1, weight_decay=0.1), values(model[0])
     for _ in range(2):
         step(model, optimizer)
     assert not changed(model[0], before)  # frozen: no decay either
     model[0].requires_grad_(True)
     for _ in range(2):
         step(model, optimizer)
-    assert changed(model[0], before) and "H_A" in optimizer.state[model[0].weight]
+    assert changed(model[0], before) and FAMILY[name].learned_A in optimizer.state[model[0].weight]
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-@both
-def test_a_half_frozen_layer(cls: Any, frozen: str) -> None:
+@with_decay
+def test_a_half_frozen_layer(name: str, frozen: str) -> None:
     """Nothing frozen moves, and the rest trains."""
     model = net()
     getattr(model[3], frozen).requires_grad_(False)
-    optimizer, before = cls(model, lr=0.1, damping=1.0, curvature_update_freq=1, weight_decay=0.1), values(model[3])
+    optimizer, before = FAMILY[name].make(model, lr=0.1, weight_decay=0.1), values(model[3])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a layer without a trainable weight takes the momentum direction
         for _ in range(3):
@@ -132,21 +135,15 @@ def test_a_half_frozen_layer(cls: Any, frozen: str) -> None:
     assert moved == [frozen != "weight", frozen != "bias"]
 
 
-@both
-def test_a_layer_without_gradient_does_not_move(cls: Any) -> None:
+@with_decay
+def test_a_layer_without_gradient_does_not_move(name: str) -> None:
     """Unused in the loss: neither momentum nor weight decay touches it, and there is nothing to warn about."""
     model = nn.ModuleDict({"used": nn.Linear(6, 3), "unused": nn.Linear(6, 3)}).double()
-    optimizer = cls(model, lr=0.1, damping=1.0, curvature_update_freq=1, weight_decay=0.1)
+    model.forward = lambda x: model["used"](x)
+    optimizer = FAMILY[name].make(model, lr=0.1, weight_decay=0.1)
     before = values(model["unused"])
-
-    def evaluate() -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model["used"](X), Y)
-        loss.backward()
-        return loss
-
     for _ in range(3):
-        optimizer.step(evaluate)
+        step(model, optimizer)
     assert not changed(model["unused"], before)
 
 
@@ -235,8 +232,8 @@ def test_a_tensor_rate_equals_a_number() -> None:
             assert_close(p, q, 1e-14)
 
 
-@both
-def test_repr_says_which_parameter_gets_which_treatment_and_why(cls: Any) -> None:
+@each
+def test_repr_says_which_parameter_gets_which_treatment_and_why(name: str) -> None:
     model = nn.ModuleDict(
         {
             "conv": nn.Conv2d(4, 6, 3, groups=2),
@@ -245,10 +242,11 @@ def test_repr_says_which_parameter_gets_which_treatment_and_why(cls: Any) -> Non
             "linear": nn.Linear(6, 3),
         }
     )
-    text = repr(cls(model, lr=0.125, damping=7.5))
+    optimizer = FAMILY[name].make(model, lr=0.125, damping=7.5625)
+    text = repr(optimizer)
     lines = {line.split()[0]: line for line in text.splitlines() if "." in line.split()[0]}
-    assert lines.keys() >= {name for name, _ in model.named_parameters()}
-    assert "lr=0.125" in text and "damping=7.5" in text and text.startswith(cls.__name__)
+    assert lines.keys() >= {of for of, _ in model.named_parameters()}
+    assert "lr=0.125" in text and "damping=7.5625" in text and text.startswith(type(optimizer).__name__)
     assert (
         "Kronecker" in lines["conv.weight"]
         and "2 × [3²]" in lines["conv.weight"]
@@ -256,7 +254,7 @@ def test_repr_says_which_parameter_gets_which_treatment_and_why(cls: Any) -> Non
     )
     assert "Kronecker" in lines["conv.bias"] and "Kronecker" in lines["linear.weight"]
     assert "momentum" in lines["norm.weight"] and "BatchNorm2d" in lines["norm.weight"]
-    normed = [line for name, line in lines.items() if name.startswith("normed")]
+    normed = [line for of, line in lines.items() if of.startswith("normed")]
     assert len(normed) == 3 and all("momentum" in line for line in normed) and "parametrized" in lines["normed.bias"]
 
 
@@ -273,13 +271,14 @@ def test_tied_weights_take_the_momentum_direction() -> None:
     assert last < first and "H_A" not in optimizer.state[a.weight] and "H_A" in optimizer.state[model[4].weight]
 
 
-@both
-def test_a_module_used_twice_is_one_layer(cls: Any) -> None:
+@each
+def test_a_module_used_twice_is_one_layer(name: str) -> None:
     """The same module twice in a forward pass: its calls merge, and its momentum is autograd's gradient."""
     layer = nn.Linear(6, 6)
     model = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(6, 3)).double()
-    optimizer = cls(model, lr=0.05, damping=1.0, curvature_update_freq=1)
+    optimizer = FAMILY[name].make(model, lr=0.05)
     first = step(model, optimizer)
     for _ in range(10):
         last = step(model, optimizer)
-    assert last < first and optimizer.state[layer.weight]["s_G"].any()
+    assert last < first and FAMILY[name].learned_A in optimizer.state[layer.weight]
+    assert not FAMILY[name].secant_G or optimizer.state[layer.weight]["s_G"].any()

@@ -1,6 +1,6 @@
 """Layers that learn together learn what each learns alone, and keep to their kin."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -9,19 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
+from kfqn_ext.optim import KBFGS, KroneckerOptimizer, Minibatch
 from kfqn_ext.optim.inverses import SecantBFGS, Seen, State
 from kfqn_ext.optim.inverses.lbfgs import start_pairs, update_pairs
 from kfqn_ext.optim.preconditioner import block as blocks
 from kfqn_ext.optim.recipe import SecondPass
 from tests.cases import assert_close
-
-MAKERS: dict[str, Callable[[nn.Module], KroneckerOptimizer]] = {
-    "KBFGS": lambda m: KBFGS(m, lr=0.05, damping=0.5),
-    "KBFGSL": lambda m: KBFGSL(m, lr=0.05, damping=0.5, history_size=3),
-    "KBFGS20": lambda m: KBFGS20(m, lr=0.05, damping=0.5),
-    "KFAC": lambda m: KFAC(m, lr=0.05, damping=0.5),
-}
+from tests.optim.family import FAMILY
 
 
 class Cast(nn.Module):
@@ -66,13 +60,13 @@ def layers(model: nn.Module) -> list[Any]:
 
 def run(name: str) -> tuple[list[Any], KroneckerOptimizer]:
     model = net()
-    optimizer = MAKERS[name](model)
+    optimizer = FAMILY[name].make(model, lr=0.05, damping=0.5)
     for _ in range(5):
         optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(9, 2, 6, 6), torch.arange(9) % 3))
     return layers(model), optimizer
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", FAMILY)
 def test_together_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together, optimizer = run(name)
     monkeypatch.setattr(blocks, "kin", lambda layer: layer)
@@ -123,6 +117,6 @@ def test_pairs_beside_several_identities() -> None:
 
 def test_kin() -> None:
     """Vectors of one dtype, and with blocks of one shape: who else is of another kin."""
-    optimizer = MAKERS["KBFGS"](net())
+    optimizer = KBFGS(net(), lr=0.05, damping=0.5)
     kin = [blocks.kin(block.layer) for block in optimizer._blocks()]
     assert [kin.index(one) for one in kin] == [0, 1, 1, 3, 4, 0, 6, 6]

@@ -1,15 +1,12 @@
 """5,000 steps of every member of the family on a small noisy CNN in float32, with curvature learned at every step."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL, splits
-from kfqn_ext.optim.inverses import HessianActionLBFGS
+from kfqn_ext.optim import Minibatch
+from tests.optim.family import FAMILY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -37,26 +34,11 @@ def noisy_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, torch.where(wrong, torch.randint(3, (8,), generator=generator), y)
 
 
-COMMON: dict[str, Any] = {"lr": 0.03, "damping": 0.3, "curvature_update_freq": 1}
-MEMBERS: dict[str, Any] = {
-    "KBFGS": lambda model: KBFGS(model, **COMMON),
-    "KBFGSL": lambda model: KBFGSL(model, history_size=3, **COMMON),
-    "KBFGS20": lambda model: KBFGS20(model, **COMMON),
-    "KBFGSL20": lambda model: KBFGSL20(model, history_size=3, **COMMON),
-    "ProvableKBFGSL": lambda model: ProvableKBFGSL(model, lr=0.2, history_size=3),
-    "KFAC": lambda model: KFAC(model, lr=0.03, damping=0.3, inverse_update_freq=1),
-    "trace split": lambda model: KroneckerOptimizer(model, recipe=replace(KBFGS.recipe, split=splits.trace), **COMMON),
-    "L-BFGS for H_A": lambda model: KroneckerOptimizer(
-        model, recipe=replace(KBFGS.recipe, input_inverse=HessianActionLBFGS(history_size=8)), **COMMON
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", FAMILY)
 def test_no_nan_and_every_H_positive_definite(name: str) -> None:
     torch.manual_seed(0)
     model, generator = net(), torch.Generator().manual_seed(1)
-    optimizer, losses = MEMBERS[name](model), []
+    optimizer, losses = FAMILY[name].make(model, lr=0.03, damping=0.3), []
     for k in range(1, 5001):
         losses.append(optimizer.step(Minibatch(model, F.cross_entropy, *noisy_batch(generator))))
         if k % 250 == 0:

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from kfqn_ext.optim import Minibatch, descent
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.preconditioner import block, normalized
-from tests.optim.test_no_waiting import MAKERS, net
+from tests.optim.family import varied
+from tests.optim.test_no_waiting import make, net
 
 
 class OneDevice(TorchDispatchMode):
@@ -47,11 +48,11 @@ def on_meta(*shape: int) -> Tensor:
     return torch.empty(shape, device="meta")
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if "tensors" not in name])  # those are on the host, there
-def test_a_step_stays_on_its_device(name: str) -> None:
+@pytest.mark.parametrize(("name", "option"), varied("weight decay", "rate a tensor"))  # the rate is on the host, there
+def test_a_step_stays_on_its_device(name: str, option: str) -> None:
     with torch.device("meta"):
         model = net()
-    optimizer = MAKERS[name](model)
+    optimizer = make(name, option, model)
     targets = torch.empty(8, dtype=torch.int64, device="meta")
     with OneDevice() as devices:
         for _ in range(5):
@@ -63,7 +64,7 @@ def test_a_step_stays_on_its_device(name: str) -> None:
 
 def test_it_sees_a_tensor_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3, device="meta"))
-    optimizer = MAKERS["KBFGS"](model)
+    optimizer = make("KBFGS", "plain", model)
     batch = Minibatch(model, F.mse_loss, on_meta(8, 4), on_meta(8, 3))
     for _ in range(2):
         optimizer.step(batch)

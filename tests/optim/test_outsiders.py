@@ -38,7 +38,8 @@ def test_a_layer_with_a_transposed_weight_trains_as_its_twin(row: str) -> None:
             model[i].weight.div_(model[i].weight.shape[0] ** 0.5)
             twin[i].weight.copy_(model[i].weight.T)
             twin[i].bias.copy_(model[i].bias)
-    optimizers = [FAMILY[row].make(m, lr=0.05, damping=0.5, weight_decay=1e-2) for m in (model, twin)]
+    options = FAMILY[row].taken(weight_decay=1e-2)
+    optimizers = [FAMILY[row].make(m, lr=0.05, damping=0.5, **options) for m in (model, twin)]
     for k in range(5):
         x = torch.randn(8, 2, 4, dtype=F64, generator=torch.Generator().manual_seed(k))
         for m, optimizer in zip((model, twin), optimizers, strict=True):

@@ -1,6 +1,6 @@
 """Reduced precision that torch was allowed for a network reaches neither quantities nor curvature, only directions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,21 +12,16 @@ from torch import backends, nn
 from kfqn_ext import KBFGSQuantities, KFACFactors, extend
 from kfqn_ext.geometry import ConvGeometry
 from kfqn_ext.linalg import bfgs_update_, full_precision, precision
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch, ProvableKBFGSL
+from kfqn_ext.optim import Minibatch
 from kfqn_ext.optim.inverses import direct, hessian_action, secant
 from kfqn_ext.optim.inverses import lbfgs as limited
 from kfqn_ext.optim.preconditioner import block as blocks
+from tests.optim.family import FAMILY
 
 SWITCHES = {
     "products on GPUs": backends.cuda.matmul,
     "convolutions on GPUs": backends.cudnn.conv,
     "products on CPUs": backends.mkldnn.matmul,
-}
-MAKERS: dict[str, Callable[[nn.Module], Any]] = {
-    "KBFGS": lambda m: KBFGS(m, lr=0.01, damping=1.0),
-    "KBFGSL": lambda m: KBFGSL(m, lr=0.01, damping=1.0),
-    "ProvableKBFGSL": lambda m: ProvableKBFGSL(m, lr=0.01),
-    "KFAC": lambda m: KFAC(m, lr=0.01, damping=1.0),
 }
 
 
@@ -80,7 +75,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3))
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", FAMILY)
 def test_curvature_is_learned_in_full_precision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[dict[str, str]]] = {}
 
@@ -101,7 +96,7 @@ def test_curvature_is_learned_in_full_precision(name: str, monkeypatch: pytest.M
         spy(owner, attribute)
     spy(blocks, "precondition")
     model = net()
-    optimizer = MAKERS[name](model)
+    optimizer = FAMILY[name].make(model, lr=0.01)
     for _ in range(3):
         optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(8, 2, 6, 6), torch.arange(8) % 3))
     assert all(at == REDUCED for at in seen.pop("precondition"))

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch
+from kfqn_ext.optim import KBFGS, Minibatch
 from kfqn_ext.optim.passes.replay import left_as_it_was
+from tests.optim.family import FAMILY, rows
 
 COMMON: dict[str, Any] = {"lr": 0.05, "damping": 1.0}
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
-each = pytest.mark.parametrize("cls", [KBFGS, KFAC])
+each = pytest.mark.parametrize("name", FAMILY)
 
 
 class Counting(nn.Module):
@@ -37,26 +38,30 @@ class Counting(nn.Module):
 
 
 @each
-def test_a_minibatch_counts_once(cls: Any) -> None:
+def test_a_minibatch_counts_once(name: str) -> None:
     model = Counting()
-    optimizer = cls(model, **COMMON)
+    optimizer = FAMILY[name].make(model, **COMMON)
     for k in range(1, 4):
         optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
         assert model.counts() == [k] * 4
 
 
 @each
-def test_a_warm_start_counts_nothing(cls: Any) -> None:
+def test_a_warm_start_counts_nothing(name: str) -> None:
     """Nor does it touch gradients, random numbers or parameters."""
     model = Counting()
-    optimizer = cls(model, **COMMON)
+    optimizer = FAMILY[name].make(model, **COMMON)
     F.cross_entropy(model(X), Y).backward()
     slots, grads = [model.in_place, model.replaced, model.data, model.made], [p.grad for p in model.parameters()]
     values, numbers = [g.clone() for g in grads if g is not None], torch.get_rng_state()
 
     def forward(batch: Tensor) -> None:
         model.zero_grad()
-        Minibatch(model, F.cross_entropy, batch, Y).sampled(0) if cls is KFAC else model(batch)
+        minibatch = Minibatch(model, F.cross_entropy, batch, Y)
+        if FAMILY[name].samples:
+            minibatch.sampled(0)
+        else:
+            model(batch) if FAMILY[name].starts_from_inputs else minibatch()
 
     optimizer.warm_start([X, X], forward=forward, progress=False)
     assert [id(b) for b in model.buffers()] == [id(b) for b in slots] and model.counts() == [1] * 4
@@ -87,11 +92,11 @@ class Temperature(nn.Module):
         return F.cross_entropy(output * self.t, y)
 
 
-@pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
-def test_a_loss_with_parameters_gets_the_gradient_of_the_first_pass(cls: Any) -> None:
+@each
+def test_a_loss_with_parameters_gets_the_gradient_of_the_first_pass(name: str) -> None:
     torch.manual_seed(0)
     model, loss_fn = nn.Linear(4, 3), Temperature()
-    optimizer = cls(model, lr=0.0, damping=1.0)
+    optimizer = FAMILY[name].make(model, lr=0.0)
     (expected,) = torch.autograd.grad(F.cross_entropy(model(X) * loss_fn.t, Y), loss_fn.t)
     batch = Minibatch(model, loss_fn, X, Y, sample_targets=lambda output, y, generator: output.argmax(1))
     for k in (1, 2):
@@ -109,8 +114,8 @@ def test_a_loss_that_holds_the_model() -> None:
 
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    for cls in (KBFGS, KFAC):
-        optimizer, loss_fn = cls(model, **COMMON), Loss(model)
+    for name in FAMILY:
+        optimizer, loss_fn = FAMILY[name].make(model, **COMMON), Loss(model)
         batch = Minibatch(model, loss_fn, X, Y, sample_targets=lambda output, y, generator: output.argmax(1))
         before = model.weight.detach().clone()
         optimizer.step(batch)
@@ -118,12 +123,12 @@ def test_a_loss_that_holds_the_model() -> None:
         assert not torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("cls", [KBFGS, KBFGSL])
-def test_a_bad_batch_stays_bad_where_gradients_are_cleared_after_the_step(cls: Any) -> None:
+@pytest.mark.parametrize("name", rows(lambda member: member.repeats))
+def test_a_bad_batch_stays_bad_where_gradients_are_cleared_after_the_step(name: str) -> None:
     """A gradient can be bad where both passes are good: here something is added to it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    optimizer = cls(model, curvature_update_freq=1, **COMMON)
+    optimizer = FAMILY[name].make(model, **COMMON)
     for _ in range(2):
         optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
     before = {(p, key): value.clone() for p, state in optimizer.state.items() for key, value in state.items()}

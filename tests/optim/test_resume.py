@@ -4,7 +4,6 @@ import copy
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +12,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch, running_mean
-from kfqn_ext.optim.inverses import GammaInverse, OmegaInverse
+from kfqn_ext.optim import Minibatch
+from tests.optim.family import FAMILY, OPTIONS, classes, firsts
 
 STEPS, INTERRUPTED = 10, 5  # curvature is due on every third step: not at the interruption
-OPTIMIZERS: dict[str, Any] = {
-    "KBFGS": lambda model: KBFGS(model, lr=0.1, damping=1.0, curvature_update_freq=3, weight_decay=1e-3),
-    "KBFGSL": lambda model: KBFGSL(model, lr=0.1, damping=1.0, curvature_update_freq=1, history_size=3),
-    "bfloat16 direction": lambda model: KBFGS(
-        model, lr=0.1, damping=1.0, curvature_update_freq=3, direction_dtype=torch.bfloat16
+CASES = [
+    *((name, "plain") for name in FAMILY),
+    *(
+        (name, option)
+        for option in ("bfloat16 direction", "weight decay")
+        for name in firsts(lambda member: member.recipe.second_pass)
     ),
-    "KFAC": lambda model: KFAC(model, lr=0.01, damping=1.0, stats_update_freq=2, inverse_update_freq=3),
-    "KFAC, running mean": lambda model: KFAC(  # the step that is resumed decides its weights
-        model,
-        lr=0.01,
-        damping=1.0,
-        recipe=replace(
-            KFAC.recipe, input_inverse=OmegaInverse(running_mean()), output_inverse=GammaInverse(running_mean())
-        ),
-    ),
-    "groups": lambda model: KBFGSL(
-        model,
-        [
-            {"params": list(model[0].parameters()), "lr": 0.05},
-            {"params": [p for layer in model[1:] for p in layer.parameters()], "curvature_update_freq": 2},
-        ],
-        lr=0.1,
-        damping=1.0,
-        curvature_update_freq=1,
-    ),
-}
+    *((name, "groups") for name in firsts(lambda member: member.recipe.second_pass)),
+]
+QUICK = [(name, "plain") for name in classes()]  # in every dtype
+
+
+def make(name: str, option: str, model: nn.Sequential) -> Any:
+    options: dict[str, Any] = {"lr": 0.05, "T": 3, **OPTIONS.get(option, {})}
+    if FAMILY[name].takes("inverse_update_freq"):
+        options["inverse_update_freq"] = 2
+    if option == "groups":
+        rest = [p for layer in model[1:] for p in layer.parameters()]
+        first = {"params": list(model[0].parameters()), "lr": 0.02, FAMILY[name].T: 1}
+        options["params"] = [first, {"params": rest, FAMILY[name].T: 2}]
+    return FAMILY[name].make(model, **options)
 
 
 class Run:
     """A model, its optimizer and a schedule."""
 
-    def __init__(self, name: str, seed: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, name: str, option: str, seed: int, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(
             nn.Conv2d(2, 4, 3, groups=2), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(36, 3)
         ).to(dtype)
-        self.optimizer = OPTIMIZERS[name](self.model)
+        self.optimizer = make(name, option, self.model)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
 
     def train(self, start: int, stop: int) -> None:
@@ -97,12 +91,12 @@ def assert_identical(got: Any, want: Any, path: str = "") -> None:
 
 def test_resumed_in_a_new_process(tmp_path: Path) -> None:
     want = {}
-    for name in OPTIMIZERS:
-        run = Run(name, seed=0)
+    for name, option in CASES:
+        run = Run(name, option, seed=0)
         run.train(0, INTERRUPTED)
-        torch.save(run.checkpoint(), tmp_path / f"{name}.interrupted")
+        torch.save(run.checkpoint(), tmp_path / f"{name}, {option}.interrupted")
         run.train(INTERRUPTED, STEPS)
-        want[name] = copy.deepcopy(run.checkpoint())
+        want[name, option] = copy.deepcopy(run.checkpoint())
     root = Path(__file__).parents[2]
     subprocess.run(
         [sys.executable, "-W", "error", __file__, str(tmp_path), str(torch.get_num_threads())],
@@ -110,23 +104,30 @@ def test_resumed_in_a_new_process(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(root)},
         timeout=120,
     )
-    for name in OPTIMIZERS:
-        assert_identical(torch.load(tmp_path / f"{name}.finished", weights_only=True), want[name], name)
+    for name, option in CASES:
+        finished = torch.load(tmp_path / f"{name}, {option}.finished", weights_only=True)
+        assert_identical(finished, want[name, option], f"{name}, {option}")
 
 
 def in_new_process(folder: Path) -> None:
-    for name in OPTIMIZERS:
-        run = Run(name, seed=1)  # nothing of the old run but what was saved
-        run.resume(torch.load(folder / f"{name}.interrupted", weights_only=True))
+    for name, option in CASES:
+        run = Run(name, option, seed=1)  # nothing of the old run but what was saved
+        run.resume(torch.load(folder / f"{name}, {option}.interrupted", weights_only=True))
         run.train(INTERRUPTED, STEPS)
-        torch.save(run.checkpoint(), folder / f"{name}.finished")
+        torch.save(run.checkpoint(), folder / f"{name}, {option}.finished")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_the_same_after_a_round_trip(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "option", "dtype"),
+    [
+        pytest.param(*case, dtype, marks=() if case in QUICK or dtype == torch.float32 else pytest.mark.slow)
+        for case in CASES
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    ],
+)
+def test_state_is_the_same_after_a_round_trip(name: str, option: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Also where parameters are bfloat16: torch would cast H to that."""
-    run, other = Run(name, 0, dtype), Run(name, 1, dtype)
+    run, other = Run(name, option, 0, dtype), Run(name, option, 1, dtype)
     run.train(0, 4)
     torch.save(run.checkpoint(), tmp_path / "state")
     other.resume(torch.load(tmp_path / "state", weights_only=True))
@@ -141,7 +142,7 @@ def test_state_is_the_same_after_a_round_trip(name: str, dtype: torch.dtype, tmp
 
 
 def test_loaded_state_is_a_copy() -> None:
-    run, other = Run("KBFGS", 0), Run("KBFGS", 0)
+    run, other = Run("KBFGS", "plain", 0), Run("KBFGS", "plain", 0)
     run.train(0, 4)
     saved = run.checkpoint()
     other.resume(saved)
@@ -151,7 +152,7 @@ def test_loaded_state_is_a_copy() -> None:
 
 
 def test_a_state_of_before_the_first_step_can_be_loaded() -> None:
-    run, other = Run("KBFGSL", 0), Run("KBFGSL", 1)
+    run, other = Run("KBFGSL", "plain", 0), Run("KBFGSL", "plain", 1)
     other.train(0, 3)
     other.resume(copy.deepcopy(run.checkpoint()))
     for one in (run, other):

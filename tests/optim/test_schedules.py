@@ -20,6 +20,7 @@ from kfqn_ext.optim import (
     theorem_step_sizes,
 )
 from tests.cases import assert_close
+from tests.optim.family import FAMILY, rows
 
 X, Y = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
@@ -113,12 +114,12 @@ def dampings(k: int) -> float:
     return 0.5 + 0.1 * k
 
 
-@pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
-def test_a_schedule_equals_setting_the_values_by_hand(cls: Any) -> None:
+@pytest.mark.parametrize("name", rows(lambda member: member.takes("damping", "weight_decay")))
+def test_a_schedule_equals_setting_the_values_by_hand(name: str) -> None:
     """The value for step k is used in step k: for the direction, the dampings and the decay."""
     model, twin = net(), net()
-    scheduled = cls(model, lr=rates, damping=dampings, weight_decay=lambda k: 0.01 * k)
-    by_hand = cls(twin, lr=1.0, damping=dampings(1))
+    scheduled = FAMILY[name].make(model, lr=rates, damping=dampings, weight_decay=lambda k: 0.01 * k)
+    by_hand = FAMILY[name].make(twin, lr=1.0, damping=dampings(1))
     for k in range(1, 8):
         by_hand.param_groups[0].update(lr=rates(k), damping=dampings(k), weight_decay=0.01 * k)
         torch.manual_seed(k)
@@ -187,13 +188,11 @@ def test_torch_schedulers_still_work_on_a_plain_learning_rate() -> None:
 # ------------------------------------------------------------------ checkpoints
 
 
-@pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
-def test_a_resumed_run_continues_its_schedules(cls: Any) -> None:
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_resumed_run_continues_its_schedules(name: str) -> None:
     def make(model: nn.Module) -> Any:
-        options = {"lr": rates, "damping": dampings}
-        if cls is KFAC:
-            return cls(model, stats_update_freq=burn_in(3, 2), inverse_update_freq=dense_then(3, 4), **options)
-        return cls(model, curvature_update_freq=burn_in(3, 2), **options)
+        options = FAMILY[name].taken(damping=dampings, inverse_update_freq=dense_then(3, 4))
+        return FAMILY[name].make(model, lr=rates, T=burn_in(3, 2), **options)
 
     model = net()
     optimizer = make(model)

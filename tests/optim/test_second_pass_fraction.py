@@ -16,6 +16,7 @@ from kfqn_ext.extensions import InputQuantities, KBFGSQuantities
 from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
 from kfqn_ext.optim.inverses import ScaledIdentity
 from kfqn_ext.optim.recipe import SecondPass
+from tests.optim.family import FAMILY, rows
 
 COMMON: dict[str, Any] = {"lr": 0.05, "damping": 1.0, "curvature_update_freq": 1}
 
@@ -251,8 +252,8 @@ def test_closures_without_parts_are_refused() -> None:
         Minibatch(model, F.cross_entropy, {"x": 1}, None).fraction(0.5)
 
 
-@pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
-def test_data_that_cannot_be_cut_are_refused_before_the_step(cls: Any) -> None:
+@pytest.mark.parametrize("name", rows(lambda member: member.takes("second_pass_fraction") and member.passes == 2))
+def test_data_that_cannot_be_cut_are_refused_before_the_step(name: str) -> None:
     class OfDictionaries(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -262,7 +263,8 @@ def test_data_that_cannot_be_cut_are_refused_before_the_step(cls: Any) -> None:
             return self.linear(batch["x"])
 
     model = OfDictionaries()
-    optimizer, before = cls(model, lr=0.1, damping=1.0, second_pass_fraction=0.5), model.linear.weight.detach().clone()
+    optimizer = FAMILY[name].make(model, lr=0.1, second_pass_fraction=0.5)
+    before = model.linear.weight.detach().clone()
     with pytest.raises(TypeError, match="can't take a part of dict.*second_pass_fraction=1.0"):
         optimizer.step(Minibatch(model, F.cross_entropy, {"x": torch.randn(6, 4)}, torch.arange(6) % 3))
     assert torch.equal(model.linear.weight, before) and not optimizer.state

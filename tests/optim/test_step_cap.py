@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.linalg.splits import Given
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
+from kfqn_ext.optim import KBFGS, KroneckerOptimizer, Minibatch
 from tests import reference as ref
 from tests.cases import assert_close
+from tests.optim.family import FAMILY, firsts, one_per, rows
 
 F64 = torch.float64
 
@@ -121,10 +122,14 @@ def test_it_bounds_a_learning_rate_that_is_far_too_large() -> None:
     assert not free[-1].abs().max() < 1000
 
 
-@pytest.mark.parametrize("cls", [KBFGSL, KFAC])
-def test_other_members_have_it_too(cls: Any) -> None:
+CAPPED = rows(lambda member: member.takes("step_cap"))
+each = pytest.mark.parametrize("name", one_per(lambda member: member.recipe.second_pass, CAPPED))
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_every_member_has_it(name: str) -> None:
     def make(cap: float | None) -> Any:
-        return lambda model: cls(model, lr=0.3, damping=0.5, step_cap=cap)
+        return lambda model: FAMILY[name].make(model, lr=0.3, damping=0.5, step_cap=cap)
 
     def sampled(cap: float | None) -> Tensor:
         model = net()
@@ -157,11 +162,11 @@ def test_it_needs_the_loss() -> None:
     assert torch.equal(flat(model), before)
 
 
-@pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
-def test_a_loss_that_is_a_number_is_as_good_as_a_tensor(cls: Any) -> None:
+@each
+def test_a_loss_that_is_a_number_is_as_good_as_a_tensor(name: str) -> None:
     def run_with(of: Any) -> Tensor:
         model = net()
-        optimizer = cls(model, lr=0.3, damping=0.5, step_cap=1e-3)
+        optimizer = FAMILY[name].make(model, lr=0.3, damping=0.5, step_cap=1e-3)
         for k in range(3):
 
             class Returns(Minibatch):
@@ -182,11 +187,11 @@ NO_LOSSES = {"None": None, "a vector": torch.ones(2), "a dictionary": {"loss": 1
 
 
 @pytest.mark.parametrize("found", NO_LOSSES)
-@pytest.mark.parametrize("cls", [KBFGS, KFAC])
+@pytest.mark.parametrize("name", firsts(lambda member: member.recipe.second_pass, CAPPED))
 @pytest.mark.parametrize("steps", [0, 2])
-def test_what_is_no_loss_is_refused_before_anything_changes(cls: Any, steps: int, found: str) -> None:
+def test_what_is_no_loss_is_refused_before_anything_changes(name: str, steps: int, found: str) -> None:
     model = net()
-    optimizer = cls(model, lr=0.3, damping=0.5, step_cap=1.0)
+    optimizer = FAMILY[name].make(model, lr=0.3, damping=0.5, step_cap=1.0)
 
     class Odd(Minibatch):
         def __call__(self) -> Any:
@@ -206,13 +211,13 @@ def test_what_is_no_loss_is_refused_before_anything_changes(cls: Any, steps: int
     assert not torch.equal(flat(model), before)
 
 
-@pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
+@each
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("number", [False, True])
-def test_a_loss_that_is_not_finite_is_a_bad_batch(cls: Any, value: float, number: bool) -> None:
+def test_a_loss_that_is_not_finite_is_a_bad_batch(name: str, value: float, number: bool) -> None:
     """Though its gradients are finite: nothing changes, with one warning."""
     model = net()
-    optimizer = cls(model, lr=0.3, damping=0.5, step_cap=1.0)
+    optimizer = FAMILY[name].make(model, lr=0.3, damping=0.5, step_cap=1.0)
     good = Minibatch(model, F.cross_entropy, batch(model, 0).x, batch(model, 0).y)
 
     class Bad(Minibatch):

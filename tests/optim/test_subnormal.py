@@ -1,6 +1,5 @@
 """No state decays to subnormal numbers, with which a CPU's products take up to sixty times as long."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,18 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.linalg import flush_
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, KroneckerOptimizer, Minibatch, ProvableKBFGSL, splits
+from kfqn_ext.optim import Minibatch
+from tests.optim.family import FAMILY, one_per, rows
 
-COMMON: dict[str, Any] = {"lr": 0.01, "damping": 1.0, "curvature_update_freq": 1}
-MAKERS: dict[str, Any] = {
-    "KBFGS": lambda model: KBFGS(model, **COMMON),
-    "KBFGSL": lambda model: KBFGSL(model, history_size=2, **COMMON),
-    "KBFGS20": lambda model: KBFGS20(model, **COMMON),
-    "KBFGSL20": lambda model: KBFGSL20(model, history_size=2, **COMMON),
-    "ProvableKBFGSL": lambda model: ProvableKBFGSL(model, lr=0.01, history_size=2),
-    "KFAC": lambda model: KFAC(model, lr=0.01, damping=1.0),
-    "trace split": lambda model: KroneckerOptimizer(model, recipe=replace(KBFGS.recipe, split=splits.trace), **COMMON),
-}
+
+def make(name: str, model: nn.Module) -> Any:
+    return FAMILY[name].make(model, lr=0.01)
 
 
 def subnormal(x: Tensor) -> Tensor:
@@ -36,11 +29,10 @@ def test_flush_keeps_what_counts(dtype: torch.dtype) -> None:
     torch.testing.assert_close(x, want, rtol=0, atol=0, equal_nan=True)
 
 
-DEFAULT = ("KBFGSL", "KFAC")  # every kind of average; the rest takes a minute
 AVERAGES = ("momentum", "s_G", "y_G", "A", "Omega", "Gamma")
 
 
-@pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in MAKERS])
+@pytest.mark.parametrize("name", one_per(lambda member: member.samples))  # which average pairs, or Fisher factors
 def test_a_unit_that_dies_leaves_no_subnormal_numbers(name: str) -> None:
     """After the third step one unit is never active and one input always zero; then hundreds of steps of decay.
 
@@ -48,7 +40,7 @@ def test_a_unit_that_dies_leaves_no_subnormal_numbers(name: str) -> None:
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
-    optimizer = MAKERS[name](model)
+    optimizer = make(name, model)
     for k in range(440):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(k))
         if k >= 3:
@@ -70,12 +62,14 @@ def test_a_unit_that_dies_leaves_no_subnormal_numbers(name: str) -> None:
             assert not found, (k, found)
 
 
-@pytest.mark.parametrize("name", ["KBFGS", "KBFGSL"])
+@pytest.mark.parametrize(
+    "name", one_per(lambda member: type(member.recipe.output_inverse), rows(lambda member: member.secant_G))
+)
 def test_an_output_that_is_no_longer_used_leaves_none(name: str) -> None:
     """In the averages of pairs: its entries shrink, while the others bring news."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    optimizer = MAKERS[name](model)
+    optimizer = make(name, model)
     for k in range(150):
         weight = torch.ones(3) if k < 3 else torch.tensor([1.0, 1.0, 0.0])
         optimizer.step(Minibatch(model, lambda h, w: (w * (h - 1.0).square()).mean(), torch.randn(8, 4), weight))

@@ -9,10 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, KBFGSL, Minibatch
+from kfqn_ext.optim import KBFGS, Minibatch
+from tests.optim.family import FAMILY, rows
 
-both = pytest.mark.parametrize("cls", [KBFGS, KBFGSL])
+each = pytest.mark.parametrize("name", rows(lambda member: not member.samples))  # a closure does not sample
 SETTINGS: dict[str, Any] = {"lr": 0.1, "damping": 1.0, "weight_decay": 1e-3}
+
+
+def make(name: str, model: nn.Module, T: int = 1, **options: Any) -> Any:
+    return FAMILY[name].make(model, **{"lr": 0.1, "T": T} | FAMILY[name].taken(weight_decay=1e-3) | options)
 
 
 def net() -> nn.Module:
@@ -74,28 +79,29 @@ def two_phases(optimizer: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor
     return loss.detach()
 
 
-@both
+@each
 @pytest.mark.parametrize("T", [1, 3])
-def test_all_forms_of_a_step_are_the_same_bit_for_bit(cls: Any, T: int) -> None:
+def test_all_forms_of_a_step_are_the_same_bit_for_bit(name: str, T: int) -> None:
     model, data = net(), batches(7)
     results = []
     for form in (minibatch, closure, two_phases):
         torch.manual_seed(2)
         twin = copy.deepcopy(model)
-        optimizer = cls(twin, curvature_update_freq=T, **SETTINGS)
+        optimizer = make(name, twin, T)
         losses = torch.stack([form(optimizer, twin, *batch) for batch in data])
         results.append({"losses": losses, "rng": torch.get_rng_state(), **snapshot(twin, optimizer)})
     equal(results[1], results[0])
     equal(results[2], results[0])
-    assert results[0]["5.weight.H_A"].isfinite().all() and "0.weight.s_G" in results[0]
+    assert results[0][f"5.weight.{FAMILY[name].learned_A}"].isfinite().all()
+    assert ("0.weight.s_G" in results[0]) == FAMILY[name].secant_G
 
 
-@both
+@each
 @pytest.mark.parametrize("form", [minibatch, closure, two_phases])
-def test_what_a_step_leaves_is_of_the_first_pass(cls: Any, form: Callable[..., Tensor]) -> None:
+def test_what_a_step_leaves_is_of_the_first_pass(name: str, form: Callable[..., Tensor]) -> None:
     """The loss, .grad, BatchNorm's statistics and the random numbers: as after one ordinary forward-backward pass."""
     model, plain = net(), net()
-    optimizer = cls(model, curvature_update_freq=2, **SETTINGS)
+    optimizer = make(name, model, T=2)
     for step, (x, y) in enumerate(batches(4), start=1):
         plain.load_state_dict(model.state_dict())
         plain.zero_grad()
@@ -108,19 +114,16 @@ def test_what_a_step_leaves_is_of_the_first_pass(cls: Any, form: Callable[..., T
         assert torch.equal(torch.get_rng_state(), after)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) and p.requires_grad
-        for (name, b), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
-            assert torch.equal(b, expected), name
+        for (of, b), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
+            assert torch.equal(b, expected), of
         assert model[1].num_batches_tracked == step
 
 
-@both
-def test_dropout_draws_the_same_mask_in_both_passes(cls: Any) -> None:
+@pytest.mark.parametrize("name", rows(lambda member: member.secant_G))
+def test_dropout_draws_the_same_mask_in_both_passes(name: str) -> None:
     """With lr = 0 the second pass is the first one again: Δh̄ = Δ∂h̄ = 0, exactly."""
     model = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(20, 3))
-    optimizer, (x, y) = (
-        cls(model, lr=0.0, damping=1.0, curvature_update_freq=1),
-        (torch.randn(8, 6), torch.arange(8) % 3),
-    )
+    optimizer, (x, y) = make(name, model, lr=0.0), (torch.randn(8, 6), torch.arange(8) % 3)
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(3):
         minibatch(optimizer, model, x, y)
@@ -248,15 +251,15 @@ def test_clipping_and_accumulating_gradients_between_the_phases() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@both
-def test_a_batch_that_is_not_finite_changes_nothing(cls: Any, bad: float) -> None:
+@each
+def test_a_batch_that_is_not_finite_changes_nothing(name: str, bad: float) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    optimizer, x, y = cls(model, curvature_update_freq=1, **SETTINGS), torch.randn(8, 6), torch.arange(8) % 3
+    optimizer, x, y = make(name, model), torch.randn(8, 6), torch.arange(8) % 3
     for _ in range(3):
         minibatch(optimizer, model, x, y)
 
     def tensors() -> dict[str, Tensor]:
-        return {name: value for name, value in snapshot(model, optimizer).items() if not name.endswith("grad")}
+        return {of: value for of, value in snapshot(model, optimizer).items() if not of.endswith("grad")}
 
     before = tensors()
     with pytest.warns(UserWarning, match="not finite"):

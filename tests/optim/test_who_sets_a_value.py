@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch, burn_in, dense_then
+from kfqn_ext.optim import KBFGS, Minibatch, burn_in, dense_then
+from tests.optim.family import FAMILY, classes
 
 X, Y = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
@@ -29,6 +30,11 @@ def dampings(k: int) -> float:
     return 0.5 + 0.1 * k
 
 
+def has(row: str, name: str) -> bool:
+    """Whether a row has a value that can be scheduled; what it calls T, every row has."""
+    return name == "T" or FAMILY[row].takes(name)
+
+
 class Counted(Minibatch):
     """Counts its evaluations."""
 
@@ -42,13 +48,13 @@ class Counted(Minibatch):
 # ------------------------------------------------------------------ the schedule
 
 
-@pytest.mark.parametrize("cls", [KBFGS, KBFGSL, KFAC])
-@pytest.mark.parametrize("name", ["lr", "damping", "weight_decay", "curvature_update_freq"])
-def test_no_schedule_is_asked_about_a_step_that_is_not_taken(cls: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [(row, name) for name in ("lr", "damping", "weight_decay", "T") for row in FAMILY if has(row, name)],
+)
+def test_no_schedule_is_asked_about_a_step_that_is_not_taken(row: str, name: str) -> None:
     """A table of five values serves five steps; the sixth fails before anything has moved."""
-    if cls is KFAC and name == "curvature_update_freq":
-        name = "stats_update_freq"
-    table = [1, 1, 2, 2, 1] if name.endswith("freq") else [0.1, 0.1, 0.05, 0.05, 0.01]
+    table = [1, 1, 2, 2, 1] if name == "T" else [0.1, 0.1, 0.05, 0.05, 0.01]
     asked: list[int] = []
 
     def schedule(k: int) -> Any:
@@ -56,7 +62,7 @@ def test_no_schedule_is_asked_about_a_step_that_is_not_taken(cls: Any, name: str
         return table[k - 1]
 
     model = net()
-    optimizer = cls(model, **{"lr": 0.01, "damping": 1.0, name: schedule})
+    optimizer = FAMILY[row].make(model, **{"lr": 0.01, name: schedule})
     for k in range(1, 6):
         assert max(asked) <= k
         optimizer.step(batch(model))
@@ -80,39 +86,39 @@ def test_a_rate_that_ends_at_zero() -> None:
 # ------------------------------------------------------------------ somebody else
 
 
-SET_BY_HAND = {"lr": 0.02, "damping": 3.0, "weight_decay": 0.1, "curvature_update_freq": 3, "inverse_update_freq": 4}
+SET_BY_HAND = {"lr": 0.02, "damping": 3.0, "weight_decay": 0.1, "T": 3, "inverse_update_freq": 4}
 
 
-@pytest.mark.parametrize(
-    ("cls", "name"), [(c, n) for c in (KBFGS, KFAC) for n in SET_BY_HAND if c is KFAC or n != "inverse_update_freq"]
-)
+@pytest.mark.parametrize(("row", "name"), [(row, name) for row in classes() for name in SET_BY_HAND if has(row, name)])
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_value_that_somebody_else_sets_ends_the_schedule(cls: Any, name: str, resume: bool) -> None:
+def test_a_value_that_somebody_else_sets_ends_the_schedule(row: str, name: str, resume: bool) -> None:
     """Of this group and this value alone, for good: also in a run that is resumed."""
-    model, value = net(), SET_BY_HAND[name]
-    T1, T2 = (burn_in(3, 1), dense_then(3, 2)) if name.endswith("freq") else (1, 1)
-    options: dict[str, Any] = {"lr": rates, "damping": dampings, "weight_decay": lambda k: 0.01 * k}
-    options |= {"stats_update_freq": T1, "inverse_update_freq": T2} if cls is KFAC else {"curvature_update_freq": T1}
+    model, member, value = net(), FAMILY[row], SET_BY_HAND[name]
+    T1, T2 = (burn_in(3, 1), dense_then(3, 2)) if name in ("T", "inverse_update_freq") else (1, 1)
+    options = member.taken(damping=dampings, weight_decay=lambda k: 0.01 * k, inverse_update_freq=T2)
+    key = member.T if name == "T" else name
 
     def build() -> Any:
-        return cls(model, [{"params": list(model[i].parameters())} for i in (0, 3)], **options)
+        groups = [{"params": list(model[i].parameters())} for i in (0, 3)]
+        return member.make(model, params=groups, lr=rates, T=T1, **options)
 
     optimizer = build()
     for _ in range(2):
         optimizer.step(batch(model))
-    optimizer.param_groups[1][name] = value
+    optimizer.param_groups[1][key] = value
     for k in (3, 4):
         optimizer.step(batch(model))
         if resume:
             saved = optimizer.state_dict()
             optimizer = build()
             optimizer.load_state_dict(saved)
-        assert optimizer.param_groups[1][name] == value
+        assert optimizer.param_groups[1][key] == value
         assert optimizer.param_groups[0]["lr"] == rates(k)
-        assert name == "damping" or optimizer.param_groups[1]["damping"] == dampings(k)
-    optimizer.param_groups[1][name] = 2  # by hand again
+        if name != "damping" and has(row, "damping"):
+            assert optimizer.param_groups[1]["damping"] == dampings(k)
+    optimizer.param_groups[1][key] = 2  # by hand again
     optimizer.step(batch(model))
-    assert optimizer.param_groups[1][name] == 2
+    assert optimizer.param_groups[1][key] == 2
 
 
 def test_a_value_set_before_the_first_step() -> None:

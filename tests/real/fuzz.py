@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch
+from kfqn_ext.optim import Minibatch
+from tests.optim.family import FAMILY
 from tests.real import watch
 
 # Relative to the size of the terms. Quantities of low-precision layers are float32, and gradients that autograd adds up
@@ -218,12 +219,12 @@ def check(seed: int) -> str:
         warnings.filterwarnings("ignore", EVEN_SAME)
         watch.check(net, run, TOLERANCE[net.dtype])
     names = set(watch.layers(net))
-    kind = net.rng.choice([KBFGS, KBFGSL, KFAC])
+    member = FAMILY[net.rng.choice(list(FAMILY))]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", EVEN_SAME)
         try:
-            optimizer = kind(net, lr=1e-3, damping=1.0)
+            optimizer = member.make(net, lr=1e-3)
             for _ in range(2):
                 optimizer.step(Minibatch(net, loss_of, x, torch.zeros(1), sample_targets=lambda output, y, g: y))
         except (NotImplementedError, RuntimeError) as error:

@@ -15,7 +15,8 @@ from backpack.context import CTX
 from torch import Tensor, nn
 
 from kfqn_ext.extensions import KBFGSQuantities, extend
-from kfqn_ext.optim import KBFGS, KFAC, Minibatch
+from kfqn_ext.optim import KBFGS, Minibatch
+from tests.optim.family import FAMILY, firsts
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "damping": 1.0, "curvature_update_freq": 1}
 
@@ -179,9 +180,9 @@ def a_thousand_models() -> None:
 
 def two_hundred_steps() -> None:
     """Constant memory: not a tensor more after step 10, and no growth of the process."""
-    for cls in (KBFGS, KFAC):
+    for name in firsts(lambda member: member.samples):
         model = net()
-        optimizer = cls(model, lr=0.05)
+        optimizer = FAMILY[name].make(model, lr=0.05)
         x, y, counts, sizes = torch.randn(16, 6), torch.arange(16) % 3, [], []
         for step in range(200):
             optimizer.step(Minibatch(model, F.cross_entropy, x, y))

@@ -17,7 +17,8 @@ from torch.nn.utils import parametrizations
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities, extend
 from kfqn_ext.geometry import LinearGeometry, register
-from kfqn_ext.optim import KBFGS, KFAC, Minibatch
+from kfqn_ext.optim import KBFGS, Minibatch
+from tests.optim.family import FAMILY, firsts
 from tests.real import watch
 
 F64 = torch.float64
@@ -527,7 +528,7 @@ def torchvision_family(name: str) -> Callable[[], None]:
             return F.cross_entropy(m(x), y)
 
         measured = watch.check(model, run, 1e-8)
-        optimizers: list[Any] = [KBFGS(model, lr=1e-3, damping=1.0, curvature_update_freq=1), KFAC(model, lr=1e-3)]
+        optimizers: list[Any] = [FAMILY[row].make(model, lr=1e-3) for row in firsts(lambda member: member.samples)]
         planned = {layer.name for layer in optimizers[0]._planned.layers.values()}
         # Swin's attention multiplies with the weights of these two layers without calling them.
         uncalled = {layer for layer in planned if name == "swin" and layer.endswith((".qkv", ".proj"))}
