@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from benchmarks import peers
 from benchmarks.problems import Setup
 from benchmarks.ready import Ready
-from kfqn_ext.optim import KBFGS, KFAC, KroneckerOptimizer
+from kfqn_ext.optim import KBFGS, KFAC, KroneckerOptimizer, OnePassKBFGS
 from kfqn_ext.optim.inverses import HessianActionLBFGS, ScaledIdentity
 from kfqn_ext.optim.recipe import Recipe, SecondPass
 from workloads.frequencies import set_frequencies
@@ -57,7 +57,7 @@ def _first_order(make: Callable[..., Optimizer], setup: Setup) -> Ready:
 
 
 def _kronecker(make: Callable[..., KroneckerOptimizer], setup: Setup) -> Ready:
-    optimizer, batch = make(setup.model, lr=LR, damping=DAMPING), setup.batch
+    optimizer, batch = make(setup.model, lr=LR), setup.batch
     optimizer.step(batch)
 
     def step(learn_every: int, invert_every: int) -> None:
@@ -70,19 +70,25 @@ def _kronecker(make: Callable[..., KroneckerOptimizer], setup: Setup) -> Ready:
 
 
 def _kbfgs(**options: Any) -> Callable[[Setup], Ready]:
-    return partial(_kronecker, partial(KBFGS, curvature_update_freq=1, **options))
+    return partial(_kronecker, partial(KBFGS.as_printed, damping=DAMPING, curvature_update_freq=1, **options))
 
 
 def _changed(recipe: Recipe, **options: Any) -> Callable[[Setup], Ready]:
-    return partial(_kronecker, partial(KroneckerOptimizer, recipe=recipe, curvature_update_freq=1, **options))
+    build = partial(KroneckerOptimizer, recipe=recipe, damping=DAMPING, curvature_update_freq=1, **options)
+    return partial(_kronecker, build)
 
 
-_ONE_PASS = replace(KBFGS.recipe, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
-_FEW_PAIRS = replace(KBFGS.recipe, input_inverse=HessianActionLBFGS(history_size=20))
+def _untuned(cls: Callable[..., KroneckerOptimizer], **options: Any) -> Callable[[Setup], Ready]:
+    return partial(_kronecker, partial(cls, curvature_update_freq=1, **options))
+
+
+_ONE_PASS = replace(KBFGS.recipe_as_printed, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
+_FEW_PAIRS = replace(KBFGS.recipe_as_printed, input_inverse=HessianActionLBFGS(history_size=20))
 
 
 def _kfac(**options: Any) -> Callable[[Setup], Ready]:
-    return partial(_kronecker, partial(KFAC, stats_update_freq=1, inverse_update_freq=1, **options))
+    build = partial(KFAC, recipe=KFAC.recipe_stable, damping=DAMPING, stats_update_freq=1, inverse_update_freq=1)
+    return partial(_kronecker, partial(build, **options))
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -90,6 +96,23 @@ CONTENDERS: dict[str, Contender] = {
         partial(_first_order, partial(torch.optim.SGD, momentum=0.9, foreach=True)), {"SGD-m": {"ordinary": 1}}
     ),
     "adam": Contender(partial(_first_order, partial(torch.optim.Adam, foreach=True)), {"Adam": {"ordinary": 1}}),
+    "adamw": Contender(partial(_first_order, partial(torch.optim.AdamW, foreach=True)), {"AdamW": {"ordinary": 1}}),
+    "onepass": Contender(_untuned(OnePassKBFGS), {"one-pass K-BFGS without tuning, T = 20": every(20)}),
+    "onepass-bf16": Contender(
+        _untuned(OnePassKBFGS, direction_dtype=torch.bfloat16),
+        {
+            "one-pass K-BFGS without tuning, T = 20, bfloat16": every(20),
+            "one-pass K-BFGS without tuning, T = 1, bfloat16": {"due": 1},
+        },
+    ),
+    "untuned": Contender(_untuned(KBFGS), {"K-BFGS without tuning, T = 20": every(20)}),
+    "untuned-bf16": Contender(
+        _untuned(KBFGS, direction_dtype=torch.bfloat16),
+        {
+            "K-BFGS without tuning, T = 20, bfloat16": every(20),
+            "K-BFGS without tuning, T = 1, bfloat16": {"due": 1},
+        },
+    ),
     "kbfgs": Contender(
         _kbfgs(),
         {

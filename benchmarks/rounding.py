@@ -46,7 +46,7 @@ def train(name: str, root: Path, steps: int) -> KBFGS:
     torch.manual_seed(0)
     problem = PROBLEMS[name]
     model, images = problem.build(), problem.load(root, False).train.x
-    optimizer = KBFGS(model, lr=0.03, damping=0.3)
+    optimizer = KBFGS.as_printed(model, lr=0.03, damping=0.3)
     for _ in trange(steps, leave=False):
         x = images[torch.randint(len(images), (1000,))]
         optimizer.step(minibatch(model, problem.loss, x, x))

@@ -156,7 +156,7 @@ def ladder(out: Path, data: Data, quick: bool) -> str:
     for name, (net, layers) in nets.items():
         torch.manual_seed(0)
         model = net()
-        optimizer = KBFGS(model, lr=0.1, damping=0.3, curvature_update_freq=1)
+        optimizer = KBFGS.as_printed(model, lr=0.1, damping=0.3, curvature_update_freq=1)
         loss = train(model, optimizer, data, 5 if quick else 150, 128, lambda: None)
         model.eval()
         rungs, failed = backpack_rungs(model, x, y)
@@ -201,9 +201,9 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def track(out: Path, data: Data, quick: bool) -> str:
     """H_A and H_G along training: K-BFGS with T = 1 and 20, and KFAC, on the CNN and before BatchNorm."""
     makers: dict[str, Callable[[nn.Module], Any]] = {
-        "K-BFGS, T = 1": lambda model: KBFGS(model, lr=0.1, damping=0.3, curvature_update_freq=1),
-        "K-BFGS, T = 20": lambda model: KBFGS(model, lr=0.1, damping=0.3, curvature_update_freq=20),
-        "KFAC": lambda model: KFAC(model, lr=0.1, damping=0.3),
+        "K-BFGS, T = 1": lambda model: KBFGS.as_printed(model, lr=0.1, damping=0.3, curvature_update_freq=1),
+        "K-BFGS, T = 20": lambda model: KBFGS.as_printed(model, lr=0.1, damping=0.3, curvature_update_freq=20),
+        "KFAC": lambda model: KFAC(model, recipe=KFAC.recipe_stable, momentum=0.9, lr=0.1, damping=0.3),
     }
     nets: Nets = {"cnn": (cnn, ["0"] if quick else ["0", "2"]), "batchnorm": (BatchNormNet, ["conv2"])}
     steps = {1, 3} if quick else {1, 2, 5, 10, 20, 40, 60, 80, 100, 140, 180, 200}
@@ -246,7 +246,7 @@ def wide_layer(out: Path, data: Data, quick: bool) -> str:
     torch.manual_seed(0)
     batch, model, steps = (8 if quick else 128), resnet32(), (2 if quick else 40)
     images = interpolate(data[0], size=(32, 32), mode="bilinear", align_corners=False).expand(-1, 3, -1, -1)
-    optimizer = KBFGS(model, lr=0.3, damping=3.0, curvature_update_freq=1)
+    optimizer = KBFGS.as_printed(model, lr=0.3, damping=3.0, curvature_update_freq=1)
     loss = train(model, optimizer, (images, data[1]), steps, batch, lambda: None)
     model.eval()
     minibatch, probes, start = (images[:batch], data[1][:batch]), 2 if quick else 16, time.perf_counter()

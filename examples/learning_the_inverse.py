@@ -142,7 +142,7 @@ def learn_A(rule: InputInverse, x: Tensor, y: Tensor, steps: int) -> list[Tensor
     optimizer = KroneckerOptimizer(
         model,
         model[0].parameters(),
-        recipe=replace(KBFGS.recipe, input_inverse=rule),
+        recipe=replace(KBFGS.recipe_as_printed, input_inverse=rule),
         lr=0.0,
         damping=DAMPING,
         curvature_update_freq=1,
@@ -240,9 +240,9 @@ def main() -> int:
     x, y = digits()
     options = {"lr": 0.2, "damping": DAMPING, "curvature_update_freq": 1}
     runs = {
-        "K-BFGS": learn_G(lambda model: KBFGS(model, model[0].parameters(), **options), x, y, steps),
+        "K-BFGS": learn_G(lambda model: KBFGS.as_printed(model, model[0].parameters(), **options), x, y, steps),
         "K-BFGS(L), 20 pairs": learn_G(
-            lambda model: KBFGSL(model, model[0].parameters(), history_size=20, **options), x, y, steps
+            lambda model: KBFGSL.as_printed(model, model[0].parameters(), history_size=20, **options), x, y, steps
         ),
     }
     spectra = {name: learn_A(rule, x, y, steps) for name, rule in RULES.items()}

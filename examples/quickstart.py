@@ -110,8 +110,8 @@ def numbers(v: Tensor, count: int = 5) -> str:
 #   SGD     lr 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3       × momentum 0.9, 0.95
 # K-BFGS learns curvature in each of the first steps and, by default, ever more rarely later.
 METHODS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "K-BFGS": lambda model: KBFGS(model, lr=0.3, damping=3.0),
-    "K-BFGS(L)": lambda model: KBFGSL(model, lr=0.3, damping=3.0),
+    "K-BFGS": lambda model: KBFGS.as_printed(model, lr=0.3, damping=3.0),
+    "K-BFGS(L)": lambda model: KBFGSL.as_printed(model, lr=0.3, damping=3.0),
     "Adam": lambda model: Adam(model.parameters(), lr=3e-3),
     "SGD, momentum": lambda model: SGD(model.parameters(), lr=0.03, momentum=0.9),
 }

@@ -46,6 +46,17 @@ def computes_gradient_of(leaf: Tensor) -> bool:
         return True
 
 
+def accumulates_gradient_of(leaf: Tensor) -> bool:
+    """Whether the backward pass that runs adds to a leaf's ``.grad``: ``backward()`` does, ``autograd.grad`` does not.
+
+    torch raises a RuntimeError where a gradient is returned, and where the tensor needs none.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:
+        return False
+
+
 # ------------------------------------------------------------------ transformations
 
 

@@ -338,13 +338,21 @@ class _Reference:
             st.M = self.momentum * st.M + layer.DW
             st.p = st.H_G @ st.M @ st.H_A
             W = weight_matrix(layer.module)
-            set_weight_matrix(layer.module, W - self.lr * (st.p + self.weight_decay * W))
+            set_weight_matrix(layer.module, W - self.lr * (self.scale(name, layer) * st.p + self.weight_decay * W))
         in_layers = {id(p) for layer in first.layers.values() for p in layer.module.parameters()}
         for name, theta in self.model.named_parameters():
             if id(theta) not in in_layers and name in first.grads:
-                m = self.momentum * self.other.get(name, torch.zeros_like(theta)) + first.grads[name]
-                self.other[name] = m
-                theta.copy_(theta - self.lr * (other_rate * m + self.weight_decay * theta))
+                step = self.other_step(name, first.grads[name], other_rate)
+                theta.copy_(theta - self.lr * (step + self.weight_decay * theta))
+
+    def scale(self, name: str, layer: Layer) -> float:
+        """What a layer's p is multiplied with, beside α: nothing in the paper."""
+        return 1.0
+
+    def other_step(self, name: str, grad: Tensor, rate: float) -> Tensor:
+        """The step of a parameter outside the layers, over α: its momentum at a rate, as in sec_18."""
+        self.other[name] = self.momentum * self.other.get(name, torch.zeros_like(grad)) + grad
+        return rate * self.other[name]
 
 
 @dataclass

@@ -86,6 +86,40 @@ def test_a_tensor_without_gradient_counts_as_computed() -> None:
     assert answers == [True]
 
 
+def test_which_gradients_a_backward_pass_adds_to() -> None:
+    """Those of leaves, where they are not returned: by backward(), but not by grad(), of the leaf or another tensor."""
+    leaf, h, answers = in_backward(lambda g, leaf: _torch.accumulates_gradient_of(leaf))
+    other = torch.ones(3, requires_grad=True)
+    y = (h * other).sum()
+    y.backward(retain_graph=True)
+    y.backward(retain_graph=True, inputs=[leaf])
+    assert answers == [True, True]
+    del answers[:]
+    torch.autograd.grad(y, leaf, retain_graph=True)
+    torch.autograd.grad(y, h, retain_graph=True)
+    y.backward(retain_graph=True, inputs=[h])
+    assert answers == [False, False, False]
+
+
+def test_a_reentrant_backward_pass_adds_to_gradients() -> None:
+    leaf, answers = torch.ones(3, requires_grad=True), []
+
+    def block(x: Tensor) -> Tensor:
+        y = x * leaf
+        if y.requires_grad:
+            y.register_hook(lambda g: answers.append(_torch.accumulates_gradient_of(leaf)))
+        return y
+
+    checkpoint(block, torch.ones(3, requires_grad=True), use_reentrant=True).sum().backward()
+    assert answers == [True]
+
+
+def test_a_tensor_without_gradient_has_none_added_to() -> None:
+    _, h, answers = in_backward(lambda g, leaf: _torch.accumulates_gradient_of(torch.ones(2)))
+    h.sum().backward()
+    assert answers == [False]
+
+
 # ------------------------------------------------------------------ transformations
 
 

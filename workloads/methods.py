@@ -86,18 +86,20 @@ def _common(settings: Settings) -> dict[str, Any]:
 
 def _quasi_newton(class_name: str, model: nn.Module, settings: Settings, **options: Any) -> Optimizer:
     # By name, when it is built: one missing class does not take the others with it.
-    return getattr(zoo, class_name)(model, curvature_update_freq=settings.update_freq, **_common(settings), **options)
+    return getattr(zoo, class_name).as_printed(
+        model, curvature_update_freq=settings.update_freq, **_common(settings), **options
+    )
 
 
 def _ablation(side: str, model: nn.Module, settings: Settings) -> Optimizer:
     """K-BFGS with one cell of its recipe from K-BFGS-20: ``table_8``."""
-    recipe = replace(zoo.KBFGS.recipe, **{side: getattr(zoo.KBFGS20.recipe, side)})
+    recipe = replace(zoo.KBFGS.recipe_as_printed, **{side: getattr(zoo.KBFGS20.recipe, side)})
     return zoo.KroneckerOptimizer(model, recipe=recipe, curvature_update_freq=settings.update_freq, **_common(settings))
 
 
 def _changed(cells: dict[str, Any], model: nn.Module, settings: Settings) -> Optimizer:
     """K-BFGS with other cells of its recipe that this package offers."""
-    recipe = replace(zoo.KBFGS.recipe, **cells)
+    recipe = replace(zoo.KBFGS.recipe_as_printed, **cells)
     return zoo.KroneckerOptimizer(model, recipe=recipe, curvature_update_freq=settings.update_freq, **_common(settings))
 
 
@@ -153,7 +155,7 @@ METHODS: dict[str, Method] = {
     "kbfgsl": Method("K-BFGS(L)", partial(_quasi_newton, "KBFGSL"), update_freq=1),
     "kbfgs20": Method("K-BFGS-20", partial(_quasi_newton, "KBFGS20"), update_freq=1),
     "kbfgsl20": Method("K-BFGS(L)-20", partial(_quasi_newton, "KBFGSL20"), update_freq=1),
-    "kfac": Method("KFAC", partial(_kfac, "recipe"), update_freq=20, samples_targets=True, is_kfac=True),
+    "kfac": Method("KFAC", partial(_kfac, "recipe_stable"), update_freq=20, samples_targets=True, is_kfac=True),
     "kfac-printed": Method(
         "KFAC (algo_1)", partial(_kfac, "recipe_as_printed"), update_freq=20, samples_targets=True, is_kfac=True
     ),
@@ -177,7 +179,7 @@ METHODS: dict[str, Method] = {
     ),
     "kfac-part": Method(
         "KFAC (factors from a quarter of the batch)",
-        partial(_kfac, "recipe", second_pass_fraction=0.25),
+        partial(_kfac, "recipe_stable", second_pass_fraction=0.25),
         update_freq=20,
         samples_targets=True,
         is_kfac=True,

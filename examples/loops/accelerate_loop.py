@@ -20,7 +20,7 @@ def main(epochs: int = 4) -> list[float]:
     y = (2 * (x[:, 0] > 0) + (x[:, 1] > 0)).long()
     accelerator = Accelerator(mixed_precision="bf16")
     model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(inplace=True), nn.Linear(16, 4))
-    optimizer = KBFGS(model, lr=0.3, damping=1.0)
+    optimizer = KBFGS.as_printed(model, lr=0.3, damping=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.7)
     loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)

@@ -27,7 +27,7 @@ class Classifier(LightningModule):
         self.losses: list[float] = []
 
     def configure_optimizers(self) -> Any:
-        optimizer = KBFGS(self.net, lr=0.3, damping=1.0)
+        optimizer = KBFGS.as_printed(self.net, lr=0.3, damping=1.0)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:

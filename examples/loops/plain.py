@@ -28,7 +28,7 @@ def batches(number: int) -> Iterator[tuple[Tensor, Tensor]]:
 def main(steps: int = 60) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(inplace=True), nn.Linear(16, 4)).to(DEVICE)
-    optimizer = KBFGS(model, lr=0.3, damping=1.0, weight_decay=1e-4)
+    optimizer = KBFGS.as_printed(model, lr=0.3, damping=1.0, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     scaler = torch.amp.GradScaler(DEVICE, enabled=DTYPE is torch.float16)
     losses = []

@@ -100,7 +100,7 @@ def track_curvature(
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
         >>> x, y = torch.rand(8, 3), torch.arange(8) % 2
         >>> loss_fn = torch.nn.functional.cross_entropy
-        >>> optimizer = KBFGS(model, lr=0.1, damping=1.0, curvature_update_freq=1)
+        >>> optimizer = KBFGS.as_printed(model, lr=0.1, damping=1.0, curvature_update_freq=1)
         >>> tracker = track_curvature(optimizer, model, loss_fn, x, y, layers=["0"], steps=2)
         >>> for _ in range(4):
         ...     loss = optimizer.step(Minibatch(model, loss_fn, x, y))

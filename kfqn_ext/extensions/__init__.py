@@ -1,9 +1,10 @@
 """BackPACK extensions that emit what Kronecker-factored quasi-Newton methods need from a layer."""
 
 from kfqn_ext.extensions.base import LayerExtension
+from kfqn_ext.extensions.fisher_product import FisherProduct, FisherProducts, OutputProbe
 from kfqn_ext.extensions.gram import Gram, InputGram
 from kfqn_ext.extensions.gram_operator import GramOperator
-from kfqn_ext.extensions.hooks import extend, input_gradients_only, unextend
+from kfqn_ext.extensions.hooks import extend, input_gradients_only, listen, unextend
 from kfqn_ext.extensions.inputs import InputMoments, InputQuantities, Probe
 from kfqn_ext.extensions.kbfgs import KBFGSQuantities, LayerMoments
 from kfqn_ext.extensions.kfac import KFACFactors, KroneckerFactors
@@ -12,6 +13,8 @@ from kfqn_ext.extensions.traces import FactorTraces, Traces
 
 __all__ = [
     "FactorTraces",
+    "FisherProduct",
+    "FisherProducts",
     "Gram",
     "GramOperator",
     "InputGram",
@@ -22,11 +25,13 @@ __all__ = [
     "KroneckerFactors",
     "LayerExtension",
     "LayerMoments",
+    "OutputProbe",
     "Probe",
     "Traces",
     "averaged",
     "extend",
     "input_gradients_only",
+    "listen",
     "pooled",
     "unextend",
 ]

@@ -49,6 +49,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     """Whether results are set on the weights; turned off where nobody is to keep them alive."""
     loss_scale: float | None = None
     """What the loss was multiplied with before its backward pass (``GradScaler.get_scale()``); None for nothing."""
+    follows_grad = False
+    """Whether results belong to ``weight.grad``, and are forgotten where that was set to None since."""
     in_part: ClassVar[bool] = False
     """Whether what it measures is compared between two passes, or is cheap to take from a part: it is measured on the
     part of a minibatch that both passes run."""
@@ -113,6 +115,14 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             "call backward() once."
         )
 
+    def _add_gradient(self, module: nn.Module, old: Q, layer: LayerPass) -> Q:
+        try:
+            return self.add_gradient(module, old, layer)
+        except NotImplementedError:
+            if not self.follows_grad:
+                raise
+            return old  # of the first loss alone: nobody has asked for it, and somebody's backward pass is to go on
+
     @classmethod
     def blank(cls, geometry: LayerGeometry, like: Tensor) -> Q:
         """A quantity of the right shapes without meaning, for a checkpoint that is read into empty state.
@@ -154,7 +164,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         """Make, or extend, the result of a layer."""
         call, backward = call_of(module)
         old = self._results.get(module)
-        if old is not None and not self.accumulate and old.backward != backward:
+        if old is not None and old.backward != backward and self._is_past(module):
             old = None
             self._forget(module)
         if layer.num_data == 0 or layer.num_locations == 0:  # as in a mixture of experts; nothing to average
@@ -165,15 +175,27 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         if old is None:
             result = self.measure(module, layer)
         else:
-            result = (self.add_gradient if repeated else self.merge)(module, old.result, layer)
+            result = (self._add_gradient if repeated else self.merge)(module, old.result, layer)
         self._results[module] = _Entry(backward, result, calls if repeated else (*calls, weakref.ref(call)))
         if self.mirrored:
             setattr(module.weight, self.savefield, result)
+
+    def _is_past(self, module: nn.Module) -> bool:
+        """Whether what an earlier backward pass has left is no part of what comes."""
+        return not self.accumulate or self._is_cleared(module)
+
+    def _is_cleared(self, module: nn.Module) -> bool:
+        return self.follows_grad and cast(Tensor, module.weight).grad is None
 
     def _forget(self, module: nn.Module) -> None:
         result, weight = self._results.pop(module).result, module._parameters.get("weight")
         if weight is not None and weight.__dict__.get(self.savefield) is result:
             delattr(weight, self.savefield)
+
+    def forget_cleared(self) -> None:
+        """Where results belong to ``weight.grad``, forget those for which that was set to None since."""
+        for module in [module for module in self._results if self._is_cleared(module)]:
+            self._forget(module)
 
     def clear(self) -> None:
         """Forget all results, and take them off the weights."""

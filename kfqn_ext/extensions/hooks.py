@@ -6,9 +6,10 @@ keeps with the tensor's value at that time. Inside ``with backpack(ext):`` it ma
 ``ext(module, g_inp, g_out)``, so one extension serves models that were extended either way.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from backpack import disable
@@ -103,6 +104,32 @@ def input_gradients_only(model: nn.Module, layers: Iterable[nn.Module] | None = 
             p.requires_grad_(True)
 
 
+Listener = Callable[[nn.Module], Sequence[LayerExtension[Any]]]
+"""Says, while a layer's gradient arrives, which extensions are to measure it beside those of ``backpack(...)``."""
+_listeners: WeakKeyDictionary[nn.Module, list[WeakMethod[Listener]]] = WeakKeyDictionary()
+
+
+def listen(modules: Iterable[nn.Module], listener: Listener) -> None:
+    """Ask a bound method, in every backward pass, by which extensions layers are to be measured.
+
+    It is held weakly: when its object is gone, nothing asks it any more.
+
+    Args:
+        modules: Extended layers.
+        listener: The method.
+    """
+    for module in modules:
+        known = _listeners.setdefault(module, [])
+        known[:] = [other for other in known if other() not in (None, listener)]
+        known.append(WeakMethod(listener))
+
+
+def _active(module: nn.Module) -> list[Any]:
+    """All extensions that are to run for a layer now."""
+    heard = [listener() for listener in _listeners.get(module, ())]
+    return [*CTX.get_active_exts(), *(ext for listener in heard if listener is not None for ext in listener(module))]
+
+
 class _Kept(torch.autograd.Function):
     """A node that saves a tensor as autograd does: counted by checkpoints, and guarded against changes in place."""
 
@@ -150,8 +177,10 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
 
     def run(g: Tensor) -> None:
         # Gradients are enabled with create_graph=True, and batched with is_grads_batched=True.
-        if CTX.get_active_exts() and not torch.is_grad_enabled() and not is_batched(g):
-            _run_extensions(module, call, kept, g.detach().reshape(shape))
+        if not torch.is_grad_enabled() and not is_batched(g):
+            active = _active(module)
+            if active:
+                _run_extensions(active, module, call, kept, g.detach().reshape(shape))
         if not keeps_graph():
             # Autograd lets its inputs go one by one as the pass proceeds; the hooks live until the graph is dropped.
             kept.clear()
@@ -159,9 +188,9 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
     watched.register_hook(run)  # type: ignore[no-untyped-call]
 
 
-def _run_extensions(module: nn.Module, call: Call, kept: list[Any], g: Tensor) -> None:
+def _run_extensions(active: Sequence[Any], module: nn.Module, call: Call, kept: list[Any], g: Tensor) -> None:
     """Call the extensions as BackPACK's backward hook does, with the module's input at hand for this call only."""
-    wanted = [ext for ext in CTX.get_active_exts() if not isinstance(ext, LayerExtension) or ext.wanted(module)]
+    wanted = [ext for ext in active if not isinstance(ext, LayerExtension) or ext.wanted(module)]
     # First-order extensions read the output's shape alone; the true output may have been overwritten since.
     own = {"output": g, CALL: call} | ({"input0": _input(module, kept)} if wanted else {})
     before = {name: module.__dict__[name] for name in own if name in module.__dict__}

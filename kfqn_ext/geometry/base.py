@@ -136,6 +136,11 @@ class LayerGeometry(ABC):
         h = _rows(self.outputs(g))
         return h.mT @ h
 
+    def gram_outputs_product(self, g: Tensor, s: Tensor) -> Tensor:
+        """The same matrix times s, without forming it: [*B, d_out, k] → [*B, d_out, k]."""
+        h = _rows(self.outputs(g))
+        return h.mT @ (h @ s)
+
 
 def _rows(by_location: Tensor) -> Tensor:
     """[N, T, *B, d] → [*B, N · T, d]."""

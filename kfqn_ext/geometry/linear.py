@@ -42,6 +42,10 @@ class LinearGeometry(LayerGeometry):
             A[inner, inner] = rows.shape[0]
         return A.div_(x.shape[0])
 
+    def gram_outputs_product(self, g: Tensor, s: Tensor) -> Tensor:  # noqa: D102
+        rows = g.flatten(0, -2)
+        return rows.T @ (rows @ s)
+
     def patches(self, x: Tensor) -> Tensor:  # noqa: D102
         a = self.outputs(x)
         return torch.cat((a, a.new_ones(*a.shape[:2], 1)), dim=-1) if self.has_bias else a

@@ -1,4 +1,4 @@
-"""How the damping λ of a layer's block is shared by its two factors: λ ↦ (λ_A, λ_G) with λ_A λ_G = λ.
+"""How the damping λ of a layer's block is shared by its two factors: λ ↦ (λ_A, λ_G), mostly with λ_A λ_G = λ.
 
 A split is a function of λ and a :class:`Balance`. One that reads ``balance.traces`` says so by
 :func:`needs_traces`, since somebody has to measure them.
@@ -80,6 +80,31 @@ def trace(damping: float, balance: Balance) -> tuple[float | Tensor, float | Ten
     tiny = torch.finfo(trace_A.dtype).tiny
     pi = (trace_A.clamp(min=tiny) / trace_G.clamp(min=tiny)).sqrt().clamp(1e-3, 1e3)
     return pi * damping**0.5, damping**0.5 / pi
+
+
+LARGE_EPSILON = 3.0
+"""Above it a damping in units of the mean eigenvalue was hardly meant as one."""
+
+
+def is_relative(split: Split) -> bool:
+    """Whether a split takes ε, in units of each factor's mean eigenvalue, and no λ in units of the loss."""
+    return getattr(split, "__wrapped__", split) is relative
+
+
+@needs_traces
+def relative(damping: float, balance: Balance) -> tuple[float | Tensor, float | Tensor]:
+    """λ_A = ε tr(A) / d_in and λ_G = ε tr(Γ) / d_out, with ε the damping: in units of each factor's mean eigenvalue.
+
+    ε has no unit, and means the same for every layer. It does for every unit of the loss where H_G inverts Γ. An H_G of
+    K-BFGS inverts a Hessian, in units of the loss, and Γ of the data's targets has their square: there the loss's unit
+    matters a little. λ_A λ_G is no λ of the paper's.
+    """
+    trace_A, trace_G = balance.traces
+    # So small that neither a product nor an inverse leaves the range, a factor counts as not known. Behind a layer of
+    # zeros the first gradients are zero; an H_G that started from their trace would dwarf whatever comes.
+    tiny = torch.finfo(trace_A.dtype).tiny ** 0.5
+    known_A, known_G = (torch.where(trace > tiny, trace, 1.0) for trace in (trace_A, trace_G))
+    return damping * known_A, damping * known_G
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from kfqn_ext.optim.kbfgs import KBFGS, KBFGSL
 from kfqn_ext.optim.kbfgs20 import KBFGS20, KBFGSL20
 from kfqn_ext.optim.kfac import KFAC
 from kfqn_ext.optim.minibatch import Minibatch
+from kfqn_ext.optim.one_pass import OnePassKBFGS
 from kfqn_ext.optim.optimizer import KroneckerOptimizer
 from kfqn_ext.optim.provable import ProvableKBFGSL, kappa_bounds, theorem_step_sizes
 from kfqn_ext.optim.recipe import Recipe, SecondPass
@@ -18,6 +19,7 @@ __all__ = [
     "KFAC",
     "KroneckerOptimizer",
     "Minibatch",
+    "OnePassKBFGS",
     "ProvableKBFGSL",
     "Recipe",
     "SecondPass",

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.linalg import flush_
+from kfqn_ext.optim.gate import Gate, Rate
 from kfqn_ext.optim.groups.plan import Layer, Plan, working_dtype
 from kfqn_ext.optim.inverses import State
-from kfqn_ext.optim.preconditioner.block import momentum
-from kfqn_ext.optim.recipe import Rate
+from kfqn_ext.optim.lengths import Step, StepLength
+from kfqn_ext.optim.others import Other, Others
+from kfqn_ext.optim.preconditioner.block import kin, momentum
+from kfqn_ext.optim.recipe import Recipe
 
 Group = dict[str, Any]
 Direction = Callable[[Layer, Group, Tensor], Tensor | None]
-"""(layer, its group, M) ↦ P = H_G M H_A, or None for a layer without curvature, which moves along M."""
+"""(layer, its group, M) ↦ P = H_G M H_A, or None for a layer without curvature, which moves as others do."""
+GradNorms = Mapping[Tensor, Tensor]
 # A momentum shrinks to 0.005 of itself in so many steps at β = 0.9: far from subnormal, at no cost worth a mention.
 _FLUSH_EVERY = 50
 
@@ -27,21 +31,23 @@ def descend(
     groups: Sequence[Group],
     state: Mapping[Tensor, State],
     plan: Plan,
+    recipe: Recipe,
     direction: Direction,
-    fallback_rate: Callable[[Rate, float], Rate],
+    grad_norms: GradNorms,
     finite: Tensor,
     limit: Tensor | None = None,
 ) -> None:
-    """Move all parameters that have a gradient: M ← βM + g, then θ ← θ - α (p + γθ).
+    """Move all parameters that have a gradient: M ← βM + g, then θ ← θ - α (c p + γθ).
 
-    The second is ``line_14`` of ``algo_8`` with the weight decay of ``sec_5``.
+    The second is ``line_14`` of ``algo_8`` with the weight decay of ``sec_5``; there c is 1.
 
     Args:
         groups: Parameter groups.
         state: The optimizer's; momenta are made in it where there are none.
         plan: Which parameters form layers.
+        recipe: The row of the table: its cells ``length``, which gives c, and ``others``.
         direction: p of a layer.
-        fallback_rate: (α, λ) ↦ the rate of what moves along its momentum.
+        grad_norms: Frobenius norm of each parameter's gradient, [], where it has one.
         finite: Whether the batch is, bool []; nothing changes where it is not.
         limit: Bound on the squared length of the whole step in the preconditioned norm, []; None for none.
     """
@@ -49,38 +55,18 @@ def descend(
     for group in groups:
         _forget(_idle_momenta(group, state, plan), gate)
         _accumulate(list(_momenta(group, state, plan)), group, gate)
-    moves = [move for group in groups for move in _moves(group, state, plan, direction, fallback_rate)]
+    ready: list[_Ready] = []
+    moves: list[Move] = []
+    for group in groups:
+        layers, others = _apart(group, state, plan, recipe.others, direction, grad_norms)
+        ready += layers
+        moves += _moves_of_others(others, group, recipe.others, gate)
+    moves += _moves_of_layers(ready, recipe.length, gate)
     if limit is not None:
         shorten = _shortening(moves, limit)
         moves = [replace(move, rate=move.rate * shorten) for move in moves]
     for move in moves:
         _apply(move, gate)
-
-
-class Gate:
-    """Numbers for a step that has to change nothing where the batch is not finite, without asking whether it is.
-
-    Each is made once a step: on a GPU two launches a parameter would cost more than the step's arithmetic.
-    """
-
-    def __init__(self, finite: Tensor) -> None:
-        """``finite``, bool [], says whether the batch is."""
-        self._finite = finite
-        self._chosen: dict[Any, tuple[Rate, Tensor]] = {}
-
-    def choose(self, value: Rate, otherwise: float, like: Tensor) -> Tensor:
-        """``value``, or ``otherwise`` where the batch is not finite: [], in the dtype in which it is used."""
-        # A tensor counts by its identity, which is its own as long as the value is kept.
-        key = (id(value) if isinstance(value, Tensor) else value, otherwise, like.dtype, like.device)
-        if key not in self._chosen:
-            # Not masked_fill, for which a GPU makes the host wait where the value is a tensor.
-            chosen = value.reshape(()).to(like) if isinstance(value, Tensor) else _number(value, like)
-            self._chosen[key] = value, torch.where(self._finite.to(like.device), chosen, _number(otherwise, like))
-        return self._chosen[key][1]
-
-
-def _number(value: float, like: Tensor) -> Tensor:
-    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 @dataclass(frozen=True)
@@ -92,7 +78,7 @@ class Move:
         direction: p, shaped like θ.
         momentum: M, shaped like θ.
         rate: r.
-        lr: α.
+        lr: α, or what r is where the length of a layer's step is set.
         shrink: δ = 1 - αγ.
     """
 
@@ -189,27 +175,72 @@ def _forget(momenta: Iterable[Tensor], gate: Gate) -> None:
 # ------------------------------------------------------------------ θ ← δ θ - r p
 
 
-def _moves(
+@dataclass(frozen=True)
+class _Ready:
+    """A layer with curvature, ready to move."""
+
+    layer: Layer
+    group: Group
+    step: Step
+
+
+def _apart(
     group: Group,
     state: Mapping[Tensor, State],
     plan: Plan,
+    rule: Others,
     direction: Direction,
-    fallback_rate: Callable[[Rate, float], Rate],
-) -> Iterator[Move]:
-    """All moves of a group."""
-    lr, slow = group["lr"], fallback_rate(group["lr"], group["damping"])
-    shrink = 1.0 - lr * group["weight_decay"]
+    grad_norms: GradNorms,
+) -> tuple[list[_Ready], list[Other]]:
+    """What of a group moves: layers along H_G M H_A, and parameters that have no such direction."""
+    layers, others = [], []
     for p in group["params"]:
         layer = plan.layers.get(p)
         if layer is not None and _has_gradient(layer):
             M = momentum(layer, state[p])
             P = direction(layer, group, M)
-            rate, P = (slow, M) if P is None else (lr, P)
-            for (q, part), (_, m) in zip(_moving_parts(layer, P), _moving_parts(layer, M), strict=True):
-                yield Move(q, part, m, rate, lr, shrink)
+            if P is None:
+                others += [Other(q, part, state[q]) for q, part in _moving_parts(layer, M)]
+            else:
+                parts = [q for q, _ in _moving_parts(layer, M)]
+                for q in parts:
+                    rule.forget(state.get(q, {}))
+                norms = [grad_norms[q] for q in parts]
+                layers.append(_Ready(layer, group, Step(P, M, norms, group["momentum"], state[p])))
         elif p not in plan.covered and p.grad is not None:
-            M = _momentum_of(p, state[p])
-            yield Move(p, M, M, slow, lr, shrink)
+            others.append(Other(p, _momentum_of(p, state[p]), state[p]))
+    return layers, others
+
+
+def _moves_of_others(others: Sequence[Other], group: Group, rule: Others, gate: Gate) -> Iterator[Move]:
+    """Moves of a group's parameters that have no block, or whose layer has no curvature."""
+    lr, rate, shrink = group["lr"], rule.rate(group["lr"], group["damping"]), _shrink(group)
+    for other, direction in zip(others, rule.directions(others, group, gate), strict=True):
+        yield Move(other.p, direction, other.momentum, rate, lr, shrink)
+
+
+def _moves_of_layers(ready: Sequence[_Ready], rule: StepLength, gate: Gate) -> Iterator[Move]:
+    """Moves of layers; the lengths of all that are akin are found together."""
+    akin: dict[Any, list[_Ready]] = {}
+    for one in ready:
+        akin.setdefault(kin(one.layer), []).append(one)
+    for members in akin.values():
+        found = rule.scales([one.step for one in members], gate)
+        scales = [None] * len(members) if found is None else found.unbind()
+        for one, scale in zip(members, scales, strict=True):
+            yield from _moves_of_layer(one, one.group["lr"] if scale is None else one.group["lr"] * scale)
+
+
+def _moves_of_layer(one: _Ready, rate: Rate) -> Iterator[Move]:
+    parts = zip(_moving_parts(one.layer, one.step.direction), _moving_parts(one.layer, one.step.momentum), strict=True)
+    for (p, part), (_, M) in parts:
+        yield Move(p, part, M, rate, rate, _shrink(one.group))
+
+
+def _shrink(group: Group) -> Rate:
+    """δ = 1 - αγ."""
+    shrink: Rate = 1.0 - group["lr"] * group["weight_decay"]
+    return shrink
 
 
 def _shortening(moves: Sequence[Move], limit: Tensor) -> Tensor:

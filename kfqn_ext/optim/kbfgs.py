@@ -1,16 +1,16 @@
 """K-BFGS and K-BFGS(L), ``algo_8``."""
 
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, cast, final
 
 from torch import Tensor, nn
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from kfqn_ext.optim.groups.hyperparameters import Shared, shows_all_keywords
-from kfqn_ext.optim.groups.schedules import BURN_IN, Schedule
-from kfqn_ext.optim.inverses import HessianAction, SecantBFGS, SecantLBFGS
+from kfqn_ext.optim.groups.schedules import BURN_IN, QUICK_BURN_IN, Schedule
+from kfqn_ext.optim.inverses import HessianAction, SecantBFGS, SecantLBFGS, StepHessianAction
 from kfqn_ext.optim.optimizer import KroneckerOptimizer
-from kfqn_ext.optim.recipe import Recipe
+from kfqn_ext.optim.recipe import Recipe, untuned
 
 
 @final
@@ -21,35 +21,67 @@ class KBFGS(KroneckerOptimizer):
     Approximates the inverse of a layer's Hessian block by H_A ⊗ H_G, both learned by BFGS: H_A from products with
     this minibatch's A, H_G from the changes of h̄ and ∂h̄ that a step makes.
 
+    The default needs no tuning: the lengths of steps are set, the damping is relative (:func:`untuned
+    <kfqn_ext.optim.recipe.untuned>`), and H_A learns along one more direction. :meth:`as_printed` is ``algo_8`` to the
+    letter.
+
     Example:
         >>> import torch
         >>> from kfqn_ext.optim import KBFGS, Minibatch
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(64, 3))
-        >>> optimizer = KBFGS(model, lr=0.3, damping=30.0)
+        >>> optimizer = KBFGS(model)
         >>> x, y = torch.rand(8, 1, 6, 6), torch.arange(8) % 3
         >>> loss = optimizer.step(Minibatch(model, torch.nn.functional.cross_entropy, x, y))
     """
 
-    recipe = Recipe(HessianAction(), SecantBFGS())
+    recipe_as_printed = Recipe(HessianAction(), SecantBFGS())
+    recipe = untuned(replace(recipe_as_printed, input_inverse=StepHessianAction()))
 
     def __init__(
         self,
         model: nn.Module,
         params: Any = None,
         *,
-        lr: float | Tensor | Schedule = 0.3,
-        damping: float | Schedule = 30.0,
-        curvature_update_freq: int | Schedule = BURN_IN,
+        lr: float | Tensor | Schedule = 0.4,
+        damping: float | Schedule = 0.3,
+        curvature_update_freq: int | Schedule = QUICK_BURN_IN,
+        momentum: float = 0.8,
+        recipe: Recipe | None = None,
         **shared: Unpack[Shared],
     ) -> None:
-        """See :class:`KroneckerOptimizer`."""
+        """See :class:`KroneckerOptimizer`; ``recipe`` is for changed cells: ``replace(KBFGS.recipe, split=...)``."""
         super().__init__(
             model,
             params,
-            recipe=self.recipe,
+            recipe=self.recipe if recipe is None else recipe,
             lr=lr,
             damping=damping,
             curvature_update_freq=curvature_update_freq,
+            momentum=momentum,
+            **shared,
+        )
+
+    @classmethod
+    def as_printed(
+        cls,
+        model: nn.Module,
+        params: Any = None,
+        *,
+        lr: float | Tensor | Schedule = 0.3,
+        damping: float | Schedule = 30.0,
+        curvature_update_freq: int | Schedule = BURN_IN,
+        momentum: float = 0.9,
+        **shared: Unpack[Shared],
+    ) -> Self:
+        """Build ``algo_8`` as it is printed: steps αP, and λ in units of the loss. Both are to be tuned together."""
+        return cls(
+            model,
+            params,
+            lr=lr,
+            damping=damping,
+            curvature_update_freq=curvature_update_freq,
+            momentum=momentum,
+            recipe=cls.recipe_as_printed,
             **shared,
         )
 
@@ -57,8 +89,12 @@ class KBFGS(KroneckerOptimizer):
 @final
 @shows_all_keywords
 class KBFGSL(KroneckerOptimizer):
-    """K-BFGS(L): K-BFGS with H_G from the last p pairs by L-BFGS in compact form, ``algo_8``."""
+    """K-BFGS(L): K-BFGS with H_G from the last p pairs by L-BFGS in compact form, ``algo_8``.
 
+    Its default and :meth:`as_printed` differ as those of :class:`KBFGS` do.
+    """
+
+    recipe_as_printed = replace(KBFGS.recipe_as_printed, output_inverse=SecantLBFGS())
     recipe = replace(KBFGS.recipe, output_inverse=SecantLBFGS())
 
     def __init__(
@@ -66,19 +102,51 @@ class KBFGSL(KroneckerOptimizer):
         model: nn.Module,
         params: Any = None,
         *,
-        lr: float | Tensor | Schedule = 0.3,
-        damping: float | Schedule = 30.0,
-        curvature_update_freq: int | Schedule = BURN_IN,
+        lr: float | Tensor | Schedule = 0.4,
+        damping: float | Schedule = 0.3,
+        curvature_update_freq: int | Schedule = QUICK_BURN_IN,
+        momentum: float = 0.8,
         history_size: int = 100,
+        recipe: Recipe | None = None,
         **shared: Unpack[Shared],
     ) -> None:
         """See :class:`KroneckerOptimizer`; ``history_size`` is p, how many pairs are kept."""
+        recipe = self.recipe if recipe is None else recipe
         super().__init__(
             model,
             params,
-            recipe=replace(self.recipe, output_inverse=SecantLBFGS(history_size=history_size)),
+            recipe=replace(
+                recipe, output_inverse=replace(cast(SecantLBFGS, recipe.output_inverse), history_size=history_size)
+            ),
             lr=lr,
             damping=damping,
             curvature_update_freq=curvature_update_freq,
+            momentum=momentum,
+            **shared,
+        )
+
+    @classmethod
+    def as_printed(
+        cls,
+        model: nn.Module,
+        params: Any = None,
+        *,
+        lr: float | Tensor | Schedule = 0.3,
+        damping: float | Schedule = 30.0,
+        curvature_update_freq: int | Schedule = BURN_IN,
+        momentum: float = 0.9,
+        history_size: int = 100,
+        **shared: Unpack[Shared],
+    ) -> Self:
+        """Build ``algo_8`` as it is printed; see :meth:`KBFGS.as_printed`."""
+        return cls(
+            model,
+            params,
+            lr=lr,
+            damping=damping,
+            curvature_update_freq=curvature_update_freq,
+            momentum=momentum,
+            history_size=history_size,
+            recipe=cls.recipe_as_printed,
             **shared,
         )

@@ -37,6 +37,7 @@ class KBFGS20(KroneckerOptimizer):
         lr: float | Tensor | Schedule = 0.01,
         damping: float | Schedule = 0.1,
         curvature_update_freq: int | Schedule = 1,
+        momentum: float = 0.9,
         **shared: Unpack[Shared],
     ) -> None:
         """See :class:`KroneckerOptimizer`."""
@@ -47,6 +48,7 @@ class KBFGS20(KroneckerOptimizer):
             lr=lr,
             damping=damping,
             curvature_update_freq=curvature_update_freq,
+            momentum=momentum,
             **shared,
         )
 
@@ -66,6 +68,7 @@ class KBFGSL20(KroneckerOptimizer):
         lr: float | Tensor | Schedule = 0.01,
         damping: float | Schedule = 0.1,
         curvature_update_freq: int | Schedule = 1,
+        momentum: float = 0.9,
         history_size: int = 100,
         **shared: Unpack[Shared],
     ) -> None:
@@ -78,5 +81,6 @@ class KBFGSL20(KroneckerOptimizer):
             lr=lr,
             damping=damping,
             curvature_update_freq=curvature_update_freq,
+            momentum=momentum,
             **shared,
         )

@@ -4,14 +4,15 @@ from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from kfqn_ext.linalg import splits
 from kfqn_ext.optim.groups.hyperparameters import Shared, shows_all_keywords
-from kfqn_ext.optim.groups.schedules import BURN_IN, Schedule
+from kfqn_ext.optim.groups.schedules import QUICK_BURN_IN, Schedule
 from kfqn_ext.optim.inverses import GammaInverse, OmegaInverse
 from kfqn_ext.optim.optimizer import KroneckerOptimizer
-from kfqn_ext.optim.recipe import Recipe, SecondPass, plain
+from kfqn_ext.optim.others import Momentum, plain
+from kfqn_ext.optim.recipe import Recipe, SecondPass, untuned
 
 
 @final
@@ -19,21 +20,25 @@ from kfqn_ext.optim.recipe import Recipe, SecondPass, plain
 class KFAC(KroneckerOptimizer):
     """KFAC with Fisher factors from sampled targets, moving averages and exact inverses.
 
-    The stable form, :attr:`recipe`: a minibatch enters Ω and Γ before the step that it causes, and inverses are
-    recomputed often at first. :attr:`recipe_as_printed` is ``algo_1`` as it is printed: the step first, and π from the
-    traces. ``step`` takes a :class:`Minibatch`, which can sample targets.
+    Three forms. The default, :attr:`recipe`, needs no tuning: the lengths of steps are set, and the damping is relative
+    (:func:`untuned <kfqn_ext.optim.recipe.untuned>`). :attr:`recipe_stable` has the paper's steps, but a minibatch
+    enters Ω and Γ before the step that it causes, and π = 1. :attr:`recipe_as_printed` is ``algo_1`` to the letter: the
+    step first, and π from the traces. ``step`` takes a :class:`Minibatch`, which can sample targets.
 
     Example:
         >>> import torch
         >>> from kfqn_ext.optim import KFAC, Minibatch
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-        >>> optimizer = KFAC(model, lr=0.1, damping=1.0)
+        >>> optimizer = KFAC(model)
         >>> batch = Minibatch(model, torch.nn.functional.cross_entropy, torch.rand(8, 4), torch.arange(8) % 3)
         >>> loss = optimizer.step(batch)
     """
 
-    recipe = Recipe(OmegaInverse(), GammaInverse(), splits.equal, SecondPass.SAMPLED_BEFORE_STEP, plain)
-    recipe_as_printed = replace(recipe, split=splits.trace, second_pass=SecondPass.SAMPLED_AFTER_STEP)
+    recipe_stable = Recipe(
+        OmegaInverse(), GammaInverse(), splits.equal, SecondPass.SAMPLED_BEFORE_STEP, others=Momentum(plain)
+    )
+    recipe_as_printed = replace(recipe_stable, split=splits.trace, second_pass=SecondPass.SAMPLED_AFTER_STEP)
+    recipe = untuned(recipe_stable)
     _update_freq = "stats_update_freq"
 
     def __init__(
@@ -41,10 +46,11 @@ class KFAC(KroneckerOptimizer):
         model: nn.Module,
         params: Any = None,
         *,
-        lr: float | Tensor | Schedule = 0.1,
-        damping: float | Schedule = 1.0,
-        stats_update_freq: int | Schedule = 1,
-        inverse_update_freq: int | Schedule = BURN_IN,
+        lr: float | Tensor | Schedule = 0.4,
+        damping: float | Schedule = 0.3,
+        stats_update_freq: int | Schedule = QUICK_BURN_IN,
+        inverse_update_freq: int | Schedule = QUICK_BURN_IN,
+        momentum: float = 0.8,
         recipe: Recipe | None = None,
         **shared: Unpack[Shared],
     ) -> None:
@@ -57,7 +63,8 @@ class KFAC(KroneckerOptimizer):
             damping: See there.
             stats_update_freq: T₁: a minibatch enters Ω and Γ when k is a multiple of T₁.
             inverse_update_freq: T₂: the inverses are recomputed when k is a multiple of T₂.
-            recipe: A changed cell, for example ``replace(KFAC.recipe, split=splits.trace)`` for adaptive π.
+            momentum: See there.
+            recipe: :attr:`recipe_stable`, or changed cells: ``replace(KFAC.recipe_stable, split=splits.trace)``.
             **shared: See there; with a ``second_pass_fraction``, Ω and Γ are of this fraction of the minibatch.
         """
         super().__init__(
@@ -68,6 +75,7 @@ class KFAC(KroneckerOptimizer):
             damping=damping,
             curvature_update_freq=stats_update_freq,
             inverse_update_freq=inverse_update_freq,
+            momentum=momentum,
             **shared,
         )
 
@@ -77,15 +85,16 @@ class KFAC(KroneckerOptimizer):
         model: nn.Module,
         params: Any = None,
         *,
-        lr: float,
-        damping: float,
-        stats_update_freq: int = 1,
-        inverse_update_freq: int = 20,
-        weight_decay: float = 0.0,
-    ) -> "KFAC":
+        lr: float | Tensor | Schedule,
+        damping: float | Schedule,
+        stats_update_freq: int | Schedule = 1,
+        inverse_update_freq: int | Schedule = 20,
+        momentum: float = 0.9,
+        **shared: Unpack[Shared],
+    ) -> Self:
         """Build ``algo_1`` as it is printed. It diverges at the paper's own best values on the MNIST autoencoder.
 
-        ``algo_1`` is about layers alone; other parameters take the momentum direction at α, as in :class:`KFAC`.
+        ``algo_1`` is about layers alone; other parameters take the momentum direction at α.
         """
         return cls(
             model,
@@ -94,6 +103,7 @@ class KFAC(KroneckerOptimizer):
             damping=damping,
             stats_update_freq=stats_update_freq,
             inverse_update_freq=inverse_update_freq,
-            weight_decay=weight_decay,
+            momentum=momentum,
             recipe=cls.recipe_as_printed,
+            **shared,
         )

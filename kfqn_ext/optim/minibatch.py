@@ -17,7 +17,7 @@ class Minibatch:
         >>> import torch
         >>> from kfqn_ext.optim import KBFGS, Minibatch
         >>> model = torch.nn.Linear(4, 3)
-        >>> optimizer = KBFGS(model, lr=0.1, damping=1.0)
+        >>> optimizer = KBFGS.as_printed(model, lr=0.1, damping=1.0)
         >>> batch = Minibatch(model, torch.nn.functional.cross_entropy, torch.rand(8, 4), torch.arange(8) % 3)
         >>> loss = optimizer.step(batch)
     """

@@ -1,6 +1,6 @@
 """The step that all members of the family share: one direction, one update, and a closure that is called twice."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -8,26 +8,27 @@ from warnings import warn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
-from kfqn_ext.extensions import KBFGSQuantities, extend
+from kfqn_ext._torch import accumulates_gradient_of
+from kfqn_ext.extensions import KBFGSQuantities, LayerExtension, extend, listen
 from kfqn_ext.linalg.operators import Inverses
+from kfqn_ext.linalg.splits import LARGE_EPSILON, is_relative
 from kfqn_ext.optim.descent import descend
 from kfqn_ext.optim.groups.hyperparameters import BY_GROUP, Shared, complete, shows_all_keywords, update_freq
-from kfqn_ext.optim.groups.plan import Block, Layer, Plan, make_plan, working_dtype
+from kfqn_ext.optim.groups.plan import Block, Layer, Plan, make_plan
 from kfqn_ext.optim.groups.repr import render
 from kfqn_ext.optim.groups.schedules import Schedule, apply_schedules, take_schedules
 from kfqn_ext.optim.groups.validation import check_group
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
-from kfqn_ext.optim.passes.measurement import Results
+from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
 from kfqn_ext.optim.passes.passes import Passes
 from kfqn_ext.optim.passes.replay import left_as_it_was
 from kfqn_ext.optim.preconditioner import checkpoint
-from kfqn_ext.optim.preconditioner.block import is_empty, is_started, start_empty
+from kfqn_ext.optim.preconditioner.block import empty_other, is_empty, is_started, start_empty
 from kfqn_ext.optim.preconditioner.diagnostics import LayerDiagnostics, diagnose
 from kfqn_ext.optim.preconditioner.normalized import Normalizers
 from kfqn_ext.optim.preconditioner.operators import inverses
@@ -78,8 +79,9 @@ class KroneckerOptimizer(Optimizer):
 
         W ← W - α (H_G M H_A + γ W)
 
-    Parameters without such a block take p = M at the recipe's fallback rate, and the same decay. When curvature is
-    due, a second pass over the same minibatch tells H_A and H_G what they learn from.
+    The recipe may set the length of a layer's step in place of α ‖H_G M H_A‖. Parameters without such a block move by
+    another of its rules, with the same decay. When curvature is due, a second pass over the same minibatch tells H_A
+    and H_G what they learn from.
 
     A batch with a gradient that is not finite, or with a ``step_cap`` and such a loss, changes neither parameters nor
     state, with one warning.
@@ -102,6 +104,7 @@ class KroneckerOptimizer(Optimizer):
         damping: float | Schedule,
         curvature_update_freq: int | Schedule = 1,
         inverse_update_freq: int | Schedule = 1,
+        momentum: float = 0.9,
         **shared: Unpack[Shared],
     ) -> None:
         """Plan the treatment of every parameter, then extend the model.
@@ -113,12 +116,13 @@ class KroneckerOptimizer(Optimizer):
             recipe: The row of the table.
             lr: α ≥ 0. A function of the step k = 1, 2, … makes a schedule, here and below, until somebody else sets
                 the group's value.
-            damping: λ > 0, in units of the loss's second derivative.
+            damping: λ > 0, in units of the loss's second derivative; with the split ``relative`` it is ε > 0, in units
+                of each factor's mean eigenvalue.
             curvature_update_freq: T ≥ 1: the inverses learn when k is a multiple of T.
             inverse_update_freq: T₂ ≥ 1: inverses that are not learned pair by pair are recomputed when k is a
                 multiple of T₂.
-            **shared: As follows.
             momentum: β in [0, 1).
+            **shared: As follows.
             weight_decay: γ ≥ 0, decoupled from the momentum.
             step_cap: κ: shorten the step where its squared length in the preconditioned norm, α² Σ⟨p, M⟩, exceeds
                 κ |f|, a share of the loss. Needs the closure's loss, a number.
@@ -136,13 +140,14 @@ class KroneckerOptimizer(Optimizer):
         """
         options = complete(type(self).__name__, shared)
         step_cap, fraction, reduction = (options[k] for k in ("step_cap", "second_pass_fraction", "reduction"))
-        checks.options(step_cap, fraction)
+        checks.options(step_cap, fraction, recipe)
         KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
         defaults = {
             "lr": lr,
             "damping": damping,
             self._update_freq: curvature_update_freq,
             "inverse_update_freq": inverse_update_freq,
+            "momentum": momentum,
             **{key: options[key] for key in BY_GROUP},
             "step": 0,
             "layout": checkpoint.layout(recipe),
@@ -161,8 +166,14 @@ class KroneckerOptimizer(Optimizer):
         self._schedules = [take_schedules(group, 0) for group in self.param_groups]
         for group in self.param_groups:
             check_group(group)
+            self._remark_on_damping(group)
         self._plan = self._make_plan()
-        extend(model)
+        self._extend()
+
+    @classmethod
+    def as_printed(cls, *args: Any, **keywords: Any) -> Self:
+        """Build the method as its paper prints it; where a class has no other form, this is its constructor."""
+        return cls(*args, **keywords)
 
     # ------------------------------------------------------------------ the step
 
@@ -192,34 +203,54 @@ class KroneckerOptimizer(Optimizer):
         if closure is None and self._is_asked_for_empty_state():
             self._make_empty_state()
             return None
-        if closure is None or self._was_measured(closure):
-            self._advance()
-            return None
-        checks.closure(closure, type(self).__name__, self.recipe.second_pass, self._passes.fraction)
+        if closure is not None and self._was_measured(closure):
+            closure = None
+        if closure is not None:
+            checks.closure(closure, type(self).__name__, self.recipe.second_pass, self._passes.fraction)
         try:
-            with torch.enable_grad(), self.first_pass():
-                loss = closure()
-            self._note_loss(loss)
-            self._repeat(closure)  # with targets that the model samples, where the step is to use them
+            if closure is not None:
+                return self._step_with(closure)
+            self._take_heard()
             self._advance()
-            self._repeat(closure)  # "another forward-backward pass over M_k"
         except Exception:
             self._iteration = None  # a minibatch that failed is not waiting for its step
             raise
+        return None
+
+    def _step_with(self, closure: Closure) -> Tensor:
+        """Take a step with the passes that it takes, and return the loss of the first."""
+        with torch.enable_grad():
+            loss = self._evaluate(closure)
+        self._note_loss(loss)
+        self._repeat(closure)  # with targets that the model samples, where the step is to use them
+        self._advance()
+        self._repeat(closure)  # "another forward-backward pass over M_k"
+        return loss
+
+    def _evaluate(self, closure: Closure) -> Tensor:
+        """Run the first pass. Where one pass tells all, it may be the last of several: a trainer runs them itself."""
+        if self.recipe.second_pass is not SecondPass.NONE:
+            with self.first_pass():
+                return closure()
+        gradients = GradientWatch(p for group in self.param_groups for p in group["params"])
+        loss = closure()
+        checks.first_pass(self._passes.listening.measurement(self._begin_listening), gradients)
+        self._take_heard()
         return loss
 
     def _advance(self) -> None:
         """The lines of ``algo_8`` between the two passes: move the parameters, and find out who learns."""
         it, blocks, samples_first = self._ready(), self._blocks(), self.recipe.second_pass.is_before_step
-        finite = self._finite(it)
+        grad_norms = self._grad_norms()
+        finite = self._finite(grad_norms, it)
         inverting = [b for b in blocks if is_due(b, "inverse_update_freq")]
         if it is not None and not self.recipe.starts_in_second_pass:
             it.rejected = self._start(blocks, it.first)  # k = 1: H_A = (A + λ_A I)⁻¹, H_G = λ_G⁻¹ I
         if samples_first:
             self._preconditioner.update_inverses(inverting)  # line_11 of algo_1
         # M ← βM + ∂W; p = H_G M H_A; W ← W - α p, line_14
-        fallback_rate, limit = self.recipe.fallback_rate, self._limit(it)
-        descend(self.param_groups, self.state, self._planned, self._direction, fallback_rate, finite, limit)
+        plan, limit = self._planned, self._limit(it)
+        descend(self.param_groups, self.state, plan, self.recipe, self._direction, grad_norms, finite, limit)
         if it is not None:
             it.finite, it.inverting = finite, [b.layer for b in inverting]
         if not samples_first:
@@ -281,11 +312,18 @@ class KroneckerOptimizer(Optimizer):
     def _gradients(self) -> list[Tensor]:
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
-    def _finite(self, it: Iteration | None) -> Tensor:
+    def _grad_norms(self) -> dict[Tensor, Tensor]:
+        """‖∂p‖_F of each parameter that has a gradient, [], in float32 at least."""
+        # The Euclidean norm: on a CPU it costs a twentieth of the largest entry.
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = self._gradients()
+        dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+        return dict(zip(parameters, torch._foreach_norm(grads, 2, dtype), strict=True))
+
+    def _finite(self, grad_norms: Mapping[Tensor, Tensor], it: Iteration | None) -> Tensor:
         """Whether all gradients are finite, and small enough to be squared, and the loss is, bool []."""
-        # The Euclidean norm: on a CPU it costs a twentieth of the largest entry. float16 can't hold it.
-        grads = [g.float() if g.dtype == torch.float16 else g for g in self._gradients()]
-        finite = torch.isfinite(get_total_norm(grads))
+        norms = list(grad_norms.values())
+        finite = torch.isfinite(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
         loss = None if it is None else it.loss
         return finite if loss is None else finite & torch.isfinite(loss).to(finite.device)
 
@@ -314,13 +352,12 @@ class KroneckerOptimizer(Optimizer):
         """
         checks.surroundings(self)
         self._begin()
-        trained = [b for b in self._blocks() if b.layer.weight.requires_grad]
-        due, fresh = [b for b in trained if is_due(b)], [b for b in trained if not is_started(b)]
+        trained, due, fresh = self._trained()
         learner, fraction = self._preconditioner, self._passes.fraction
         parameters = [p for group in self.param_groups for p in group["params"]]
-        wanted, probe = learner.wanted_first(due, fresh), None if keep_inputs else self._probe
+        wanted, probes = learner.wanted_first(due, fresh), Probes(None if keep_inputs else self._probe_A, self._probe_G)
         with (
-            self._passes.first(wanted, probe, parameters, loss_scale, may_repeat=bool(due or fresh)) as first,
+            self._passes.first(wanted, probes, parameters, loss_scale, may_repeat=bool(due or fresh)) as first,
             learner.normalized.look(self._model, [b.layer.module for b in due]) as normalizers,
         ):
             yield
@@ -339,9 +376,50 @@ class KroneckerOptimizer(Optimizer):
         self._apply_schedules()
         self._preconditioner.normalized.begin()
 
-    def _probe(self, module: nn.Module, a_bar: Tensor) -> Tensor | None:
+    def _trained(self) -> tuple[list[Block], list[Block], list[Block]]:
+        """Layers whose weight is trained; of these, those that are to learn, and those without curvature."""
+        trained = [b for b in self._blocks() if b.layer.weight.requires_grad]
+        return trained, [b for b in trained if is_due(b)], [b for b in trained if not is_started(b)]
+
+    def _probe_A(self, module: nn.Module, a_bar: Tensor) -> Tensor | None:
         weight: Any = module.weight
-        return self.recipe.input_inverse.probe(self.state.get(weight, {}), a_bar)
+        return self._preconditioner.probe_A(self.state.get(weight, {}), a_bar)
+
+    def _probe_G(self, module: nn.Module) -> tuple[Tensor, Tensor] | None:
+        weight: Any = module.weight
+        return self._preconditioner.probe_G(self.state.get(weight, {}), self.param_groups[0]["step"] + 1)
+
+    def _listen(self, module: nn.Module) -> Sequence[LayerExtension[Any]]:
+        """What the backward pass that runs is to measure of a layer, where nobody has announced it.
+
+        It counts where it adds to the layer's ``.grad``, from which the next step will come: no evaluation does, and no
+        ``autograd.grad``. Several passes accumulate, as ``.grad`` does.
+        """
+        weight: Any = module.weight
+        waiting = self._passes.listening.is_paused or self._iteration is not None
+        if waiting or weight not in self._planned.layers or not accumulates_gradient_of(weight):
+            return ()
+        return self._passes.listening.measurement(self._begin_listening).extensions
+
+    def _begin_listening(self) -> Measurement:
+        self._begin()
+        _, due, fresh = self._trained()
+        wanted = self._preconditioner.wanted_first(due, fresh)
+        return self._passes.measurement(wanted, Probes(self._probe_A, self._probe_G))
+
+    def _take_heard(self) -> None:
+        """Make the minibatch of what was heard, where no other is waiting for its step."""
+        heard = self._passes.listening.take()
+        if heard is not None and self._iteration is None:
+            checks.surroundings(self)
+            checks.loss_scale(heard)
+            results = self._passes.results(heard)
+            self._iteration = Iteration(self.param_groups[0]["step"] + 1, results, self._passes.fraction)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, see ``torch.optim.Optimizer``, and forget what was measured with them."""
+        self._passes.listening.forget()
+        super().zero_grad(set_to_none)
 
     @property
     def second_pass_due(self) -> bool:
@@ -380,8 +458,8 @@ class KroneckerOptimizer(Optimizer):
         layers, it.due = it.due, []
         if it.stepped:
             self._iteration = None
-        with torch.no_grad():
-            finite = self._finite(it) if it.finite is None else it.finite  # .grad may have been cleared since
+        with torch.no_grad():  # .grad may have been cleared since the step
+            finite = self._finite(self._grad_norms(), it) if it.finite is None else it.finite
         wanted = self._preconditioner.wanted_second(self._blocks(layers))
         with self._passes.second(wanted, layers, loss_scale) as second:
             yield
@@ -494,11 +572,12 @@ class KroneckerOptimizer(Optimizer):
             group["step"] = step
             schedules = take_schedules(group, step)
             check_group(group)
+            self._remark_on_damping(group)
             self._plan = self._make_plan()
         except Exception:
             self.param_groups.pop()
             raise
-        extend(self._model)
+        self._extend()
         self._schedules.append(schedules)
 
     def _with_names(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -509,6 +588,22 @@ class KroneckerOptimizer(Optimizer):
         params = [params] if isinstance(params, Tensor) else list(params)
         names: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
         return {**group, "params": [(names.get(p, "?"), p) if isinstance(p, Tensor) else p for p in params]}
+
+    def _extend(self) -> None:
+        """Make layers ready to be measured; where one pass tells all, without being asked to."""
+        extend(self._model)
+        if self.recipe.second_pass is SecondPass.NONE:
+            listen([layer.module for layer in self._planned.layers.values()], self._listen)
+
+    def _remark_on_damping(self, group: dict[str, Any]) -> None:
+        """Warn of a damping that is a λ of the paper's, where ε is meant."""
+        if is_relative(self.recipe.split) and group["damping"] > LARGE_EPSILON:
+            name = type(self).__name__
+            self._warn_once(
+                f"damping={group['damping']} counts in units of each factor's mean eigenvalue here, so that next to "
+                f"nothing is left of the curvature; 0.3 is usual. If it is λ of the paper, in units of the loss, build "
+                f"{name}.as_printed(model, lr=..., damping={group['damping']})."
+            )
 
     def _make_plan(self) -> Plan:
         return make_plan(self._model, {p: i for i, g in enumerate(self.param_groups) for p in g["params"]})
@@ -547,6 +642,7 @@ class KroneckerOptimizer(Optimizer):
         checkpoint.check_loadable(state_dict, parameters, self._planned, self.recipe, type(self).__name__)
         super().load_state_dict(state_dict)
         self._state_is_empty = False
+        self._passes.listening.forget()
         for saved_id, p in zip(checkpoint.saved_ids(state_dict), parameters, strict=True):
             if p not in self.state:
                 continue
@@ -578,8 +674,7 @@ class KroneckerOptimizer(Optimizer):
             start_empty(block, self.recipe)
             self.state[block.layer.weight] = block.state
         for p in [p for group in self.param_groups for p in group["params"] if p not in self.state]:
-            covered = p in self._planned.covered
-            self.state[p] = {} if covered else {"momentum": torch.zeros_like(p, dtype=working_dtype(p))}
+            self.state[p] = {} if p in self._planned.covered else empty_other(p, self.recipe)
 
     def _forget_empty_state(self) -> None:
         """Before there is curvature: of an empty state, into which nothing was loaded."""

@@ -1,15 +1,14 @@
-"""One optimizer = one row of a table: two rules for inverses, a split of the damping, what a second pass is for."""
+"""One optimizer = one row of a table, whose cells are rules: for both inverses, the damping, the passes, the step."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-
-from torch import Tensor
 
 from kfqn_ext.extensions import FactorTraces
 from kfqn_ext.linalg import splits
 from kfqn_ext.optim.inverses import InputInverse, Inverse, OutputInverse
 from kfqn_ext.optim.inverses.base import Kind
+from kfqn_ext.optim.lengths import Computed, SignalToNoise, Spectral, StepLength
+from kfqn_ext.optim.others import AdamW, Momentum, Others
 
 
 class SecondPass(Enum):
@@ -31,19 +30,6 @@ class SecondPass(Enum):
         return self is SecondPass.SAMPLED_BEFORE_STEP
 
 
-Rate = float | Tensor
-
-
-def over_damping(lr: Rate, damping: float) -> Rate:
-    """α / λ, ``sec_18``: the step of K-BFGS where the curvature is small beside the damping."""
-    return lr / damping
-
-
-def plain(lr: Rate, damping: float) -> Rate:
-    """α, as KFAC steps its BatchNorm parameters, ``sec_10``."""
-    return lr
-
-
 @dataclass(frozen=True)
 class Recipe:
     """What distinguishes one member of the family from another.
@@ -53,14 +39,16 @@ class Recipe:
         output_inverse: How H_G is learned.
         split: (λ, what is known of the factors) ↦ (λ_A, λ_G).
         second_pass: When the second pass runs and on which targets.
-        fallback_rate: (α, λ) ↦ rate of the momentum direction for parameters without a Kronecker block.
+        length: How long a layer's step is along H_G M H_A.
+        others: What moves parameters without a Kronecker block.
     """
 
     input_inverse: InputInverse
     output_inverse: OutputInverse
     split: splits.Split = splits.spatial
     second_pass: SecondPass = SecondPass.REPEAT_AFTER_STEP
-    fallback_rate: Callable[[Rate, float], Rate] = over_damping
+    length: StepLength = Computed()
+    others: Others = Momentum()
 
     def __post_init__(self) -> None:
         """Check that what a cell needs is measured."""
@@ -68,7 +56,7 @@ class Recipe:
         if rules and self.second_pass is SecondPass.NONE:
             raise ValueError(
                 f"Invalid recipe: {' and '.join(rules)} learn from a second pass, and second_pass is NONE. Give the "
-                "second pass, or rules that need none: replace(KBFGS.recipe, output_inverse=ScaledIdentity(), "
+                "second pass, or rules that need none: replace(recipe, output_inverse=ScaledIdentity(), "
                 "second_pass=SecondPass.NONE)."
             )
         if not splits.reads_traces(self.split):
@@ -99,3 +87,12 @@ class Recipe:
         """What measures the traces, where the split needs them and the rules do not keep the factors themselves."""
         known = all(type(rule).trace is not Inverse.trace for rule in (self.input_inverse, self.output_inverse))
         return (FactorTraces,) if splits.reads_traces(self.split) and not known else ()
+
+
+def untuned(recipe: Recipe) -> Recipe:
+    """A recipe with what makes one rate and one damping fit all: its inverses and passes stay as they are.
+
+    The damping counts in units of each factor's mean eigenvalue, the length of a layer's step is set, and parameters
+    without a block move as with AdamW.
+    """
+    return replace(recipe, split=splits.relative, length=SignalToNoise(Spectral()), others=AdamW())

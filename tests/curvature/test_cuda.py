@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 def on_both(function: Any, **more: Any) -> tuple[Any, Any]:
     model, x, y = residual(nn.Tanh(), groups=2)
-    optimizer = KBFGS(model, lr=0.1, damping=0.5, curvature_update_freq=1)
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=0.5, curvature_update_freq=1)
     for _ in range(2):
         optimizer.step(Minibatch(model, cross_entropy, x, y))
     results = []

@@ -178,7 +178,7 @@ def test_unused_layers_are_left_out_where_none_is_named(function: Any) -> None:
 
 def test_a_tracker_refuses_before_training() -> None:
     model, x, y = residual(nn.Tanh())
-    optimizer = KBFGS(model, lr=0.1, damping=1.0)
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=1.0)
     with pytest.raises(ValueError, match="no layer 'typo'"):
         track_curvature(optimizer, model, cross_entropy, x, y, ["typo"])
     with pytest.raises(MemoryError, match="raise memory_budget"):

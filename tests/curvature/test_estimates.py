@@ -132,7 +132,7 @@ def test_estimates_agree_with_the_ladder(groups: int) -> None:
     What depends on G has G's sampling error.
     """
     model, x, y = residual(nn.Tanh(), groups=groups)
-    optimizer = KBFGS(model, lr=0.1, damping=0.5, curvature_update_freq=1)
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=0.5, curvature_update_freq=1)
     for _ in range(3):
         optimizer.step(Minibatch(model, cross_entropy, x, y))
     arguments: Any = (model, cross_entropy, x, y, ["second", "last"], optimizer)

@@ -147,7 +147,7 @@ def inverse_numbers(name: str, M: Tensor, B: Tensor, f: dict[str, Tensor]) -> di
 @pytest.mark.parametrize(("layer", "groups"), [("second", 2), ("second", 1), ("last", 1)])
 def test_every_number_of_every_row(layer: str, groups: int) -> None:
     model, x, y = residual(nn.Tanh(), groups=groups)
-    optimizer = KBFGS(model, lr=0.1, damping=LAMBDA, curvature_update_freq=1)
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=LAMBDA, curvature_update_freq=1)
     for _ in range(5):
         optimizer.step(Minibatch(model, cross_entropy, x, y))
     module: Any = model.get_submodule(layer)

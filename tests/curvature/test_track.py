@@ -19,7 +19,7 @@ def run(track: bool, steps: int = 4) -> tuple[nn.Module, Any]:
     torch.manual_seed(3)
     model, x, y = residual(nn.ReLU(inplace=True))
     model.train()
-    optimizer = KBFGS(model, lr=0.1, damping=1.0, curvature_update_freq=2)
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=1.0, curvature_update_freq=2)
     tracker = track_curvature(optimizer, model, cross_entropy, x, y, ["last"], steps=2, name="K-BFGS")
     for _ in range(steps):
         optimizer.step(Minibatch(model, cross_entropy, x, y))
@@ -44,7 +44,7 @@ def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
 
 def test_chosen_steps_and_hooks() -> None:
     model, x, y = residual(nn.Tanh())
-    optimizer = KBFGS(model, lr=0.1, damping=1.0, curvature_update_freq=1)
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=1.0, curvature_update_freq=1)
     tracker = track_curvature(optimizer, model, cross_entropy, x, y, ["last"], steps={1, 3})
     optimizer.register_step_post_hook(tracker)
     for _ in range(4):
@@ -58,7 +58,7 @@ def test_before_batchnorm_only_h_a_learns() -> None:
     model, x, y = residual(nn.ReLU(inplace=True))
     model.train()
     model.dropout.p = 0.0
-    optimizer = KBFGS(model, lr=0.1, damping=1.0, curvature_update_freq=1)
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=1.0, curvature_update_freq=1)
     for _ in range(4):
         optimizer.step(Minibatch(model, cross_entropy, x, y))
     damping_G = (1.0 / 16) ** 0.5  # √λ / √|T|
@@ -68,7 +68,7 @@ def test_before_batchnorm_only_h_a_learns() -> None:
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     model, x, y = residual(nn.Tanh())
-    optimizer = KBFGS(model)
+    optimizer = KBFGS.as_printed(model)
     with pytest.raises(ValueError, match="steps=0"):
         track_curvature(optimizer, model, cross_entropy, x, y, steps=0)
     tracker = track_curvature(optimizer, model, cross_entropy, x, y)
@@ -80,7 +80,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 def test_errors_follow_hessian_action_bfgs() -> None:
     """On one fixed minibatch, H_A's error is that of BFGS along H_A ā from its start at another A."""
     model, x, y = residual(nn.Tanh())
-    optimizer = KBFGS(copy.deepcopy(model), lr=1e-12, damping=0.01, curvature_update_freq=1)
+    optimizer = KBFGS.as_printed(copy.deepcopy(model), lr=1e-12, damping=0.01, curvature_update_freq=1)
     tracked = optimizer._model
     tracker = track_curvature(optimizer, tracked, cross_entropy, x, y, ["first"], steps=1)
     other = torch.randn_like(x)

@@ -7,12 +7,20 @@ import torch
 from backpack import backpack
 from torch import nn
 
-from kfqn_ext.extensions import FactorTraces, InputGram, InputQuantities, KBFGSQuantities, KFACFactors, extend
+from kfqn_ext.extensions import (
+    FactorTraces,
+    FisherProducts,
+    InputGram,
+    InputQuantities,
+    KBFGSQuantities,
+    KFACFactors,
+    extend,
+)
 from tests.cases import IGNORE_EVEN_SAME, Case, every_case
 
 pytestmark = IGNORE_EVEN_SAME
 F64 = torch.float64
-EXTENSIONS: list[Any] = [FactorTraces, InputGram, InputQuantities, KBFGSQuantities, KFACFactors]
+EXTENSIONS: list[Any] = [FactorTraces, FisherProducts, InputGram, InputQuantities, KBFGSQuantities, KFACFactors]
 every_extension = pytest.mark.parametrize("make", EXTENSIONS)
 
 

@@ -73,7 +73,9 @@ def test_sums_equal_those_of_explicit_patches(case: Case, way: str) -> None:
     assert_close(kind.gram(geometry, x), A, 1e-12)
     assert_close(kind.gram_product(geometry, x, s), A @ s, 1e-12, A.abs() @ s.abs())
     assert_close(kind.sum_outputs(geometry, g), h.sum((0, 1)), 1e-12, h.abs().sum((0, 1)))
-    assert_close(kind.gram_outputs(geometry, g), torch.einsum("nt...i,nt...j->...ij", h, h), 1e-12)
+    G, v = torch.einsum("nt...i,nt...j->...ij", h, h), torch.randn(*geometry.blocks, geometry.d_out, 2, dtype=F64)
+    assert_close(kind.gram_outputs(geometry, g), G, 1e-12)
+    assert_close(kind.gram_outputs_product(geometry, g, v), G @ v, 1e-12, G.abs() @ v.abs())
     bound, absolute = kind.bound_sum_abs(geometry, g), h.abs().sum((0, 1))
     assert (absolute <= bound * (1 + 1e-12)).all() and (bound <= math.sqrt(T) * absolute * (1 + 1e-12)).all()
 

@@ -76,7 +76,7 @@ def test_ten_steps_equal_those_on_the_cpu(name: str) -> None:
 
 def test_kfac_lowers_the_loss() -> None:
     model = network().cuda()
-    optimizer = KFAC(model, lr=0.05, damping=1.0)
+    optimizer = KFAC(model, recipe=KFAC.recipe_stable, momentum=0.9, lr=0.05, damping=1.0)
     x, y = (t.cuda() for t in batches(1)[0])
     losses = [optimizer.step(Minibatch(model, cross_entropy, x, y)).item() for _ in range(20)]
     assert losses[-1] < 0.7 * losses[0]
@@ -124,7 +124,7 @@ def test_state_moves_between_devices(name: str) -> None:
 
 def test_a_batch_that_is_not_finite_changes_nothing() -> None:
     model = network(torch.float32).cuda()
-    optimizer = KBFGS(model, lr=0.1, damping=1.0, curvature_update_freq=1)
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=1.0, curvature_update_freq=1)
     x, y = (t.cuda() for t in batches(1, torch.float32)[0])
     optimizer.step(Minibatch(model, cross_entropy, x, y))
     before = [p.detach().clone() for p in model.parameters()]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kfqn_ext.linalg import double_damping_2020, splits
 from kfqn_ext.optim import (
@@ -23,10 +23,12 @@ from kfqn_ext.optim import (
     KBFGSL20,
     KFAC,
     KroneckerOptimizer,
+    OnePassKBFGS,
     ProvableKBFGSL,
     running_mean,
 )
 from kfqn_ext.optim.inverses import (
+    FisherAction,
     GammaInverse,
     HessianAction,
     HessianActionLBFGS,
@@ -35,7 +37,9 @@ from kfqn_ext.optim.inverses import (
     ScaledIdentity,
     SecantBFGS,
     SecantLBFGS,
+    StepHessianAction,
 )
+from kfqn_ext.optim.others import AdamW, Momentum
 from kfqn_ext.optim.recipe import Recipe, SecondPass
 
 
@@ -67,13 +71,15 @@ class Member:
     @property
     def keywords(self) -> dict[str, inspect.Parameter]:
         """Of its constructor, with those that it shares with others."""
+        if not isinstance(self.build, type):
+            return dict(inspect.signature(self.build).parameters)
         own = inspect.signature(self.build.__init__).parameters  # type: ignore[misc]
         shares = any(p.kind is p.VAR_KEYWORD for p in own.values())
         return dict(inspect.signature(self.build).parameters if shares else own)
 
     def takes(self, *options: str) -> bool:
-        """Whether it has all of these keywords."""
-        return self.keywords.keys() >= set(options)
+        """Whether it has all of these keywords, and does not refuse them: a cap is for lengths that are computed."""
+        return self.keywords.keys() >= set(options) and not ("step_cap" in options and self.sets_length)
 
     def taken(self, **options: Any) -> dict[str, Any]:
         """Those of these keywords that it has."""
@@ -114,6 +120,11 @@ class Member:
         return isinstance(self.recipe.input_inverse, HessianAction | HessianActionLBFGS)
 
     @property
+    def directions_A(self) -> int:
+        """Along how many directions H_A learns in a step."""
+        return self.action_A + isinstance(self.recipe.input_inverse, StepHessianAction)
+
+    @property
     def learned_A(self) -> str:
         """Where its state has what H_A has learned."""
         return "Omega" if self.samples else "pairs_A" if self.pairs_A else "H_A"
@@ -125,13 +136,37 @@ class Member:
 
     @property
     def secant_G(self) -> bool:
-        """Whether H_G is learned pair by pair."""
+        """Whether H_G is learned from what steps change."""
         return isinstance(self.recipe.output_inverse, SecantBFGS | SecantLBFGS)
+
+    @property
+    def action_G(self) -> bool:
+        """Whether H_G is learned from products with Γ."""
+        return isinstance(self.recipe.output_inverse, FisherAction)
+
+    @property
+    def sets_length(self) -> bool:
+        """Whether α says how long a layer's step is, and P only where it goes."""
+        return self.recipe.length.is_set
+
+    def rate(self, lr: float, step: Tensor, P: Tensor) -> float:
+        """What P was multiplied with in a step: α, or what their lengths say where α sets the length."""
+        return float(step.norm() / P.norm()) if self.sets_length else lr
+
+    @property
+    def others_by_momentum(self) -> bool:
+        """Whether parameters without a block move along their momentum."""
+        return isinstance(self.recipe.others, Momentum)
 
     @property
     def reads_traces(self) -> bool:
         """Whether λ_A and λ_G move with the traces of the factors."""
         return splits.reads_traces(self.recipe.split)
+
+    @property
+    def relative(self) -> bool:
+        """Whether the damping is ε, in units of each factor's mean eigenvalue."""
+        return splits.is_relative(self.recipe.split)
 
     @property
     def starts_from_inputs(self) -> bool:
@@ -154,28 +189,37 @@ class Member:
         kept = {side: replace(rule, history_size=p) for side, rule in rules.items() if hasattr(rule, "history_size")}
         return replace(self, fixed={**self.fixed, "recipe": replace(self.recipe, **kept)})
 
+    def without_eps(self) -> "Member":
+        """The row without AdamW's ε, beside which the unit of the loss counts."""
+        if not isinstance(self.recipe.others, AdamW):
+            return self
+        others = replace(self.recipe.others, eps=1e-300)
+        return replace(self, fixed={**self.fixed, "recipe": replace(self.recipe, others=others)})
+
 
 def cell(**changed: Any) -> Member:
     """K-BFGS with changed cells of its recipe."""
-    return Member(KroneckerOptimizer, {"recipe": replace(KBFGS.recipe, **changed)})
+    return Member(KroneckerOptimizer, {"recipe": replace(KBFGS.recipe_as_printed, **changed)})
 
 
 def kfac(recipe: Recipe, **fixed: Any) -> Member:
-    return Member(KFAC, {"recipe": recipe, "inverse_update_freq": 1, **fixed}, T="stats_update_freq")
+    return Member(KFAC, {"recipe": recipe, "inverse_update_freq": 1, "momentum": 0.9, **fixed}, T="stats_update_freq")
 
 
 FAMILY: dict[str, Member] = {
-    "KBFGS": Member(KBFGS),
-    "KBFGSL": Member(KBFGSL, {"history_size": 2}),  # in compact form
-    "KBFGSL, many pairs": Member(KBFGSL, {"history_size": 10}),  # formed where d ≤ 20
+    "KBFGS": Member(KBFGS.as_printed),
+    "KBFGSL": Member(KBFGSL.as_printed, {"history_size": 2}),  # in compact form
+    "KBFGSL, many pairs": Member(KBFGSL.as_printed, {"history_size": 10}),  # formed where d ≤ 20
     "KBFGS20": Member(KBFGS20),
     "KBFGSL20": Member(KBFGSL20, {"history_size": 2}),
     "ProvableKBFGSL": Member(ProvableKBFGSL, {"history_size": 3}, given_damping=True),
-    "KFAC": kfac(KFAC.recipe),
+    "KFAC": kfac(KFAC.recipe_stable),
     "KFAC as printed": kfac(KFAC.recipe_as_printed),
-    "KFAC, adaptive π": kfac(replace(KFAC.recipe, split=splits.trace)),
+    "KFAC, adaptive π": kfac(replace(KFAC.recipe_stable, split=splits.trace)),
     "KFAC, running mean": kfac(  # whose weights are a function of the step
-        replace(KFAC.recipe, input_inverse=OmegaInverse(running_mean()), output_inverse=GammaInverse(running_mean()))
+        replace(
+            KFAC.recipe_stable, input_inverse=OmegaInverse(running_mean()), output_inverse=GammaInverse(running_mean())
+        )
     ),
     "#1 off": cell(output_inverse=SecantBFGS(pair_damping=double_damping_2020)),
     "#2 off": cell(input_inverse=MovingHessianAction()),
@@ -188,8 +232,12 @@ FAMILY: dict[str, Member] = {
     "one pass, L-BFGS for H_A": cell(
         input_inverse=HessianActionLBFGS(history_size=2), output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE
     ),
+    "KBFGS, untuned": Member(KBFGS),
+    "KBFGSL, untuned": Member(KBFGSL, {"history_size": 2}),
+    "OnePassKBFGS": Member(OnePassKBFGS),
+    "KFAC, untuned": Member(KFAC, {"inverse_update_freq": 1}, T="stats_update_freq"),
 }
-ONE_PER_CLASS = ("KBFGS", "KBFGSL", "KBFGS20", "KBFGSL20", "ProvableKBFGSL", "KFAC")
+ONE_PER_CLASS = ("KBFGS", "KBFGSL", "KBFGS20", "KBFGSL20", "ProvableKBFGSL", "KFAC", "OnePassKBFGS")
 
 
 def rows(holds: Callable[[Member], bool]) -> list[str]:
@@ -230,9 +278,9 @@ def varied(*without: str, names: Sequence[str] = tuple(FAMILY)) -> list[Any]:
     """(row, option): every row as it is, and with each option that it takes, but for these.
 
     An option has to do with the step and its passes, hardly with what a cell of the recipe learns: a row that repeats
-    its pass and one that samples will do, and others with an option are slow.
+    its pass and one that samples will do, one that sets lengths, and others with an option are slow.
     """
-    quick = firsts(lambda member: member.samples)
+    quick = firsts(lambda member: (member.samples, member.sets_length))
     found = [pytest.param(name, "plain") for name in names]
     for option in [option for option in OPTIONS if option not in ("plain", *without)]:
         for name in [name for name in names if FAMILY[name].takes(*OPTIONS[option])]:

@@ -94,7 +94,7 @@ def test_found_in_the_network(name: str) -> None:
     model.train(training)
     if name == "BatchNorm in eval mode":
         model[1].eval()  # type: ignore[index]
-    optimizer = KBFGS(model, **COMMON)
+    optimizer = KBFGS.as_printed(model, **COMMON)
     optimizer.step(batch(model))
     assert found(optimizer) == expected
 
@@ -113,7 +113,7 @@ def test_found_in_real_networks(build: Callable[[], nn.Module]) -> None:
     """Every convolution; not the classifier. And there ∂h̄ is noise, as the quantities themselves say."""
     torch.manual_seed(0)
     model = build()
-    optimizer = KBFGS(model, **COMMON)
+    optimizer = KBFGS.as_printed(model, **COMMON)
     optimizer.step(batch(model, size=32))
     convolutions = {name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
     assert found(optimizer) == convolutions
@@ -168,7 +168,9 @@ def test_a_spared_layer_follows_the_damping(history_size: int) -> None:
     torch.manual_seed(0)
     model: Any = ready(conv_net(nn.BatchNorm2d(4)))
     damping = {1: 1.0, 2: 16.0}
-    optimizer = KBFGSL(model, history_size=history_size, **COMMON | {"damping": lambda k: damping.get(k, 4.0)})
+    optimizer = KBFGSL.as_printed(
+        model, history_size=history_size, **COMMON | {"damping": lambda k: damping.get(k, 4.0)}
+    )
     for k in (1, 2):
         optimizer.step(batch(model, k))
         assert found(optimizer) == {"0"}
@@ -189,7 +191,7 @@ def test_the_second_pass_goes_no_deeper_than_it_must(monkeypatch: pytest.MonkeyP
     """Autograd builds a graph for the last layer alone."""
     torch.manual_seed(0)
     model = ready(conv_net(nn.BatchNorm2d(4)))
-    optimizer = KBFGS(model, **COMMON)
+    optimizer = KBFGS.as_printed(model, **COMMON)
     optimizer.step(batch(model))
     graphs: list[tuple[bool, bool]] = []
     hooks = [
@@ -210,7 +212,7 @@ def test_a_normalization_that_stops_removing_shifts_ends_it() -> None:
     """In eval mode BatchNorm is affine, ∂h̄ is a gradient like any other, and H_G learns from it for good."""
     torch.manual_seed(0)
     model: Any = ready(conv_net(nn.BatchNorm2d(4)))
-    optimizer = KBFGS(model, **COMMON)
+    optimizer = KBFGS.as_printed(model, **COMMON)
     optimizer.step(batch(model, 0))
     assert found(optimizer) == {"0"}
     model[1].eval()
@@ -227,7 +229,7 @@ def test_a_normalization_that_stops_removing_shifts_ends_it() -> None:
 def test_a_first_batch_that_is_not_finite_decides_nothing() -> None:
     torch.manual_seed(0)
     model = ready(conv_net(nn.BatchNorm2d(4)))
-    optimizer = KBFGS(model, **COMMON)
+    optimizer = KBFGS.as_printed(model, **COMMON)
     bad = batch(model)
     bad.x[0] = float("nan")
     with pytest.warns(UserWarning, match="not finite"):
@@ -240,7 +242,7 @@ def test_kfac_learns_there_too() -> None:
     """Γ is a second moment: it does not vanish with the mean."""
     torch.manual_seed(0)
     model: Any = ready(conv_net(nn.BatchNorm2d(4)))
-    optimizer = KFAC(model, lr=0.05, damping=1.0)
+    optimizer = KFAC(model, recipe=KFAC.recipe_stable, momentum=0.9, lr=0.05, damping=1.0)
     optimizer.step(batch(model))
     assert optimizer._preconditioner.normalized.known is None
     Gamma = optimizer.state[model[0].weight]["Gamma"]
@@ -251,7 +253,7 @@ def test_a_row_without_an_output_side_runs_one_pass() -> None:
     """``ScaledIdentity`` everywhere: H_G = I / λ_G, and the closure runs once a step."""
     torch.manual_seed(0)
     model: Any = ready(conv_net(nn.BatchNorm2d(4)))
-    recipe = replace(KBFGS.recipe, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
+    recipe = replace(KBFGS.recipe_as_printed, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
     optimizer = KroneckerOptimizer(model, recipe=recipe, **COMMON)
     calls = []
     minibatch = batch(model)
@@ -271,6 +273,6 @@ def test_hooks_are_gone_after_the_first_pass() -> None:
     torch.manual_seed(0)
     model = extend(ready(conv_net(nn.BatchNorm2d(4))))
     before = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    optimizer = KBFGS(model, **COMMON)
+    optimizer = KBFGS.as_printed(model, **COMMON)
     optimizer.step(batch(model))
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == before

@@ -13,7 +13,7 @@ from torchvision.models import resnet18
 
 from kfqn_ext.optim import Minibatch
 from kfqn_ext.optim.targets import bernoulli
-from tests.optim.family import FAMILY, classes
+from tests.optim.family import FAMILY, firsts, rows
 
 images, labels = load_digits(return_X_y=True)
 X, Y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
@@ -50,7 +50,9 @@ TASKS: dict[str, tuple[Callable[[], nn.Module], Any, bool]] = {
     "autoencoder": (autoencoder, per_image, True),
     "cnn": (cnn, F.cross_entropy, False),
 }
-each = pytest.mark.parametrize("name", classes(lambda member: member.has_defaults))
+# A class, and its form as printed.
+FORMS = firsts(lambda member: member.build, rows(lambda member: member.has_defaults))
+each = pytest.mark.parametrize("name", FORMS)
 
 
 def train(make: Any, build: Callable[[], nn.Module], loss_fn: Any, reconstruct: bool, steps: int, size: int) -> Tensor:
@@ -72,6 +74,20 @@ def test_the_loss_falls_from_the_first_step(name: str, task: str) -> None:
     assert losses.isfinite().all()
     assert losses.max() < 1.2 * losses[0]
     assert losses[-10:].mean() < 0.8 * losses[0]
+
+
+def headless() -> nn.Module:
+    """A network whose last layer starts at zero: in the first step no other layer has a gradient."""
+    model = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 30), nn.ReLU(), nn.Linear(30, 10))
+    nn.init.zeros_(model[4].weight)
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if FAMILY[name].sets_length])
+def test_layers_without_a_gradient_at_first_learn_later(name: str) -> None:
+    losses = train(FAMILY[name].build, headless, F.cross_entropy, False, steps=80, size=128)
+    assert losses.isfinite().all()
+    assert losses[-10:].mean() < 0.5 * losses[0]
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def by_name(optimizer: Any) -> dict[str, Any]:
 
 
 def test_before_the_first_step_there_is_nothing_to_describe() -> None:
-    for d in KBFGS(net()).diagnostics():
+    for d in KBFGS.as_printed(net()).diagnostics():
         assert (d.A, d.G, d.leverage) == (None, None, None)
 
 
@@ -74,8 +74,9 @@ def test_counts_and_eigenvalues(name: str) -> None:
         want: Any = reference.state[layer]
         blocks = 2 if layer == "2" else 1  # pairs of channel groups count one by one
         of_layer = getattr(want, "damped", 0)
-        assert (d.A.kept, d.A.damped, d.A.skipped) == (steps * blocks * member.action_A, 0, 0)
-        assert (d.G.kept, d.G.damped, d.G.skipped) == (steps * blocks * member.secant_G, of_layer, 0)
+        assert (d.A.kept, d.A.damped, d.A.skipped) == (steps * blocks * member.directions_A, 0, 0)
+        pairs_G = steps if member.secant_G else 4 * (steps - 1) if member.action_G else 0
+        assert (d.G.kept, d.G.damped, d.G.skipped) == (blocks * pairs_G, of_layer, 0)
         damped += of_layer
         for side, H in ((d.A, want.H_A), (d.G, want.H_G)):
             eigenvalues = torch.linalg.eigvalsh(H)
@@ -89,7 +90,7 @@ def test_counts_and_eigenvalues(name: str) -> None:
 
 def test_updates_that_are_not_due_are_not_counted() -> None:
     model = net()
-    optimizer = KBFGS(model, **{**COMMON, "curvature_update_freq": 3})
+    optimizer = KBFGS.as_printed(model, **{**COMMON, "curvature_update_freq": 3})
     for k in range(7):
         optimizer.step(batch(model, k))
     assert [d.A.kept for d in optimizer.diagnostics() if d.A] == [2, 4, 2]
@@ -99,7 +100,7 @@ def test_pairs_that_say_nothing_are_not_formed() -> None:
     """Before BatchNorm Δ∂h̄ is rounding noise: H_G learns nothing there, H_A does."""
     model: Any = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     model = model.double()
-    optimizer = KBFGS(model, **COMMON)
+    optimizer = KBFGS.as_printed(model, **COMMON)
     for k in range(5):
         optimizer.step(batch(model, k))
     conv, linear = optimizer.diagnostics()
@@ -112,7 +113,7 @@ def test_pairs_that_say_nothing_are_not_formed() -> None:
 def test_a_bad_batch_is_not_counted() -> None:
     """It changes nothing, and has its own warning."""
     model = net()
-    optimizer = KBFGS(model, **COMMON)
+    optimizer = KBFGS.as_printed(model, **COMMON)
     optimizer.step(batch(model, 0))
     before, bad = optimizer.diagnostics(), batch(model, 1)
     bad.x[0] = float("nan")
@@ -164,7 +165,7 @@ def test_leverage_is_that_of_the_inverse_before_its_update(name: str) -> None:
 def test_leverage_tells_a_stale_inverse() -> None:
     """Activations that grow tenfold after the warm start: H_A is a hundred times too large for them."""
     model = net()
-    optimizer = KBFGS(model, **COMMON)
+    optimizer = KBFGS.as_printed(model, **COMMON)
     small = batch(model, 0)
     small.x.mul_(0.1).add_(0.1)
     optimizer.step(small)
@@ -204,8 +205,10 @@ def test_every_member_has_diagnostics(name: str) -> None:
             assert (d.A.damping, d.G.damping) == pytest.approx(((0.5 * T) ** 0.5, (0.5 / T) ** 0.5))
         elif not member.reads_traces:
             assert d.A.damping == d.G.damping == pytest.approx(0.5**0.5)
+        elif member.relative:
+            assert d.A.damping == pytest.approx(0.5 * float(state["trace_A"].max()))
         elif getattr(layer, "groups", 1) == 1:  # the largest of several groups' otherwise
             assert d.A.damping * d.G.damping == pytest.approx(0.5)
         assert (d.A.kept > 0) == (d.leverage is not None) == member.action_A
-        assert (d.G.kept > 0) == member.secant_G
+        assert (d.G.kept > 0) == (member.secant_G or member.action_G)
     assert "smallest" in str(found[0])  # a line that a person can read

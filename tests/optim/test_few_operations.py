@@ -7,18 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfqn_ext.optim import KBFGS, Minibatch
+from kfqn_ext.optim import Minibatch
 from kfqn_ext.optim.preconditioner import block as blocks
 from tests.operations import Operations
-from tests.optim.family import FAMILY
+from tests.optim.family import FAMILY, rows
 
 
-def operations(blocks: int, **options: Any) -> int:
+def operations(row: str, blocks: int, **options: Any) -> int:
     """Of one step that is not due, forward and backward pass not counted."""
     torch.manual_seed(0)
     body = [layer for _ in range(blocks) for layer in (nn.Conv2d(2, 2, 3, padding=1, bias=False), nn.BatchNorm2d(2))]
     model = nn.Sequential(*body, nn.Flatten(), nn.Linear(32, 3))
-    optimizer = KBFGS(model, lr=0.05, damping=0.5, curvature_update_freq=20, **options)
+    member = FAMILY[row]
+    optimizer = member.make(model, lr=0.05, damping=0.5, T=20, **member.taken(inverse_update_freq=20), **options)
     batch = Minibatch(model, F.cross_entropy, torch.randn(6, 2, 4, 4), torch.arange(6) % 3)
     optimizer.step(batch)
     with optimizer.first_pass():
@@ -29,18 +30,23 @@ def operations(blocks: int, **options: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("options", "per_block"),
+    ("row", "options", "per_block", "rest"),
     [
         # Each of the three gradients is cleared, each parameter steps, and there are two products.
-        ({}, 8),
-        ({"weight_decay": 1e-3}, 11),  # and the decay of each
-        ({"direction_dtype": torch.bfloat16}, 10),  # and two casts of the direction
+        ("KBFGS", {}, 8, 40),
+        ("KBFGS", {"weight_decay": 1e-3}, 11, 40),  # and the decay of each
+        ("KBFGS", {"direction_dtype": torch.bfloat16}, 10, 40),  # and two casts of the direction
+        # And for the layer's length two products, three copies, a sum, and three for its own rate; for the two others
+        # gradients that are cleared once more.
+        *((row, {}, 19, 130) for row in rows(lambda member: member.sets_length)),
     ],
 )
-def test_operations_of_a_convolution_and_its_normalization(options: dict[str, Any], per_block: int) -> None:
-    few, many = operations(2, **options), operations(12, **options)
+def test_operations_of_a_convolution_and_its_normalization(
+    row: str, options: dict[str, Any], per_block: int, rest: int
+) -> None:
+    few, many = operations(row, 2, **options), operations(row, 12, **options)
     assert many - few == 10 * per_block
-    assert few - 2 * per_block < 40  # the rest does not grow with the net
+    assert few - 2 * per_block < rest  # which does not grow with the net
 
 
 def learning_operations(layers: int, row: str) -> int:
@@ -75,6 +81,9 @@ def learning_operations(layers: int, row: str) -> int:
         ("KBFGS20", 40),  # and the moving average of A
         ("KBFGSL", 48),  # and the compact form of H_G
         ("KBFGSL, many pairs", 25),  # which is formed as a matrix, for all small layers at once
+        ("trace split", 51),  # and averages of two traces, and dampings from them
+        ("KBFGS, untuned", 54),  # and a second direction for H_A
+        ("OnePassKBFGS", 63),  # four directions for H_G, without averages of s and y
     ],
 )
 def test_operations_of_a_layer_that_learns(row: str, per_layer: int) -> None:

@@ -61,7 +61,7 @@ def test_layers_before_a_normalization_go_on_learning(name: str, share: float) -
         seen.append([optimizer.state[model.conv.weight][f"pairs_seen_{side}"].tolist() for side in "AG"])
         spared.append(optimizer._preconditioner.normalized._spared == {model.conv})
     assert spared == [True, True]
-    assert seen[0] == seen[1] == [[4, 0, 0], [0, 0, 0]]
+    assert seen[0] == seen[1] == [[4 * FAMILY[name].directions_A, 0, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -84,7 +84,7 @@ def test_new_layers_need_neither_names_nor_extending(name: str, how: str) -> Non
 
 def test_named_parameters_and_sets_are_torch_s_business() -> None:
     model = net()
-    optimizer = KBFGS(model, model.linear.named_parameters("linear"), **COMMON)
+    optimizer = KBFGS.as_printed(model, model.linear.named_parameters("linear"), **COMMON)
     optimizer.add_param_group({"params": model.last.named_parameters("last")})
     assert optimizer.param_groups[1]["param_names"] == ["last.weight", "last.bias"]
     with pytest.raises(TypeError, match="ordered"):

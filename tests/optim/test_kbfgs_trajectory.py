@@ -101,9 +101,9 @@ def test_ten_steps_equal_the_reference(variant: str, T: int, weight_decay: float
     twin, memory = copy.deepcopy(model), VARIANTS[variant].get("memory")
     common = {"lr": 0.1, "damping": 0.7, "weight_decay": weight_decay}
     if memory is None:
-        optimizer: Any = KBFGS(model, curvature_update_freq=T, **common)
+        optimizer: Any = KBFGS.as_printed(model, curvature_update_freq=T, **common)
     else:
-        optimizer = KBFGSL(model, curvature_update_freq=T, history_size=memory, **common)
+        optimizer = KBFGSL.as_printed(model, curvature_update_freq=T, history_size=memory, **common)
     torch.manual_seed(1)
     A0 = gram_of_data(model, data) if warm else None
     reference = ref.ReferenceKBFGS(twin, F.cross_entropy, T=T, memory=memory, A0=A0, **common)
@@ -134,18 +134,23 @@ def test_ten_steps_equal_the_reference(variant: str, T: int, weight_decay: float
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_loss_that_is_a_sum_over_data(name: str) -> None:
-    """y_G is of one datum's loss: with α/N the sum makes the mean's first step, and learns the mean's pair."""
+    """y_G is of one datum's loss: with α/N the sum makes the mean's first step, and learns the mean's pair.
+
+    With α itself, where that sets the length.
+    """
     model, (x, y) = net(), batches()[0]
     twin, N = copy.deepcopy(model), 8
+    member = FAMILY[name].without_eps()
+    rate = 0.1 if member.sets_length else 0.1 / N
     torch.manual_seed(1)
-    mean = FAMILY[name].make(model, lr=0.1)
+    mean = member.make(model, lr=0.1)
     mean.step(Minibatch(model, F.cross_entropy, x, y, second_best))
     torch.manual_seed(1)
-    total = FAMILY[name].make(twin, lr=0.1 / N, reduction="sum")
+    total = member.make(twin, lr=rate, reduction="sum")
     total.step(Minibatch(twin, lambda a, b: F.cross_entropy(a, b, reduction="sum"), x, y, second_best))
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert_close(p.detach(), q.detach(), 1e-12)
-        for key in mean.state[p].keys() - {"momentum"}:
+        for key in mean.state[p].keys() - {"momentum", "exp_avg_sq", "signal"}:
             assert_close(mean.state[p][key], total.state[q][key], 1e-10)
 
 

@@ -158,7 +158,7 @@ def test_another_history_size_is_refused(name: str, sizes: tuple[int, int]) -> N
 def test_a_warm_start_on_bad_data_says_so() -> None:
     """By the layers' names; the curvature starts from the first minibatch, as without it."""
     model, twin = net(torch.float32), net(torch.float32)
-    optimizer, other = KBFGS(model, lr=0.05), KBFGS(twin, lr=0.05)
+    optimizer, other = KBFGS.as_printed(model, lr=0.05), KBFGS.as_printed(twin, lr=0.05)
     bad = X.float().clone()
     bad[0, 0, 0, 0] = float("nan")
     with pytest.warns(UserWarning, match="warm_start: what layer .* saw is not finite") as said:

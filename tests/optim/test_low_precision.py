@@ -27,7 +27,7 @@ def kept(how: str) -> list[int]:
     model, data = autoencoder(), (torch.rand(400, 8) @ torch.randn(8, 64)).sigmoid()
     if how == "parameters":
         model, data = model.bfloat16(), data.bfloat16()
-    optimizer = KBFGS(model, lr=0.03, damping=0.3, curvature_update_freq=1)
+    optimizer = KBFGS.as_printed(model, lr=0.03, damping=0.3, curvature_update_freq=1)
     for i in range(STEPS):
         x = data[i % 4 * 100 :][:100]
 
@@ -66,7 +66,7 @@ class Read(nn.Module):
 def test_what_is_spared_before_a_normalization(twice: bool) -> None:
     torch.manual_seed(0)
     model: Any = Read(twice)
-    optimizer = KBFGS(model, lr=0.3, damping=1.0, curvature_update_freq=1)
+    optimizer = KBFGS.as_printed(model, lr=0.3, damping=1.0, curvature_update_freq=1)
     x, y = torch.randn(64, 3, 12, 12), torch.arange(64) % 4
     for _ in range(8):
 

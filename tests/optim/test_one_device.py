@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kfqn_ext.optim import Minibatch, descent
+from kfqn_ext.optim import Minibatch, gate
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.preconditioner import block, normalized
 from tests.optim.family import varied
@@ -69,7 +69,7 @@ def test_it_sees_a_tensor_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         optimizer.step(batch)
     # torch lets such numbers take part, and moves them each time.
-    monkeypatch.setattr(descent, "_number", lambda value, like: torch.tensor(value))
+    monkeypatch.setattr(gate, "_number", lambda value, like: torch.tensor(value))
     with OneDevice() as devices:
         optimizer.step(batch)
     assert devices.found

@@ -97,7 +97,7 @@ def test_a_rule_with_a_quantity_of_its_own(one_pass: bool, T: int, T2: int) -> N
     """It is measured, learned from when k ≡ 0 mod T, and inverted when k ≡ 0 mod T₂: eight steps by hand."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3)).double()
-    recipe = replace(KBFGS.recipe, input_inverse=DiagonalInverse(), output_inverse=ScaledIdentity())
+    recipe = replace(KBFGS.recipe_as_printed, input_inverse=DiagonalInverse(), output_inverse=ScaledIdentity())
     if one_pass:
         recipe = replace(recipe, second_pass=SecondPass.NONE)
     options: dict[str, Any] = {"curvature_update_freq": T, "inverse_update_freq": T2, "momentum": 0.0}
@@ -137,7 +137,7 @@ def halved(damping: float, balance: Balance) -> Any:
 def train(split: Any) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    optimizer = KroneckerOptimizer(model, recipe=replace(KBFGS.recipe, split=split), lr=0.1, damping=0.5)
+    optimizer = KroneckerOptimizer(model, recipe=replace(KBFGS.recipe_as_printed, split=split), lr=0.1, damping=0.5)
     for k in range(4):
         x = torch.randn(6, 4, dtype=F64, generator=torch.Generator().manual_seed(k))
         optimizer.step(Minibatch(model, F.cross_entropy, x, torch.arange(6) % 3))
@@ -166,7 +166,7 @@ def test_wrappers_of_a_split_that_reads_traces() -> None:
 def test_a_wrapper_that_declares_nothing(split: Any) -> None:
     """Noticed before there is an optimizer."""
     with pytest.raises(ValueError, match=r"reads the traces of A and Γ, and nothing measures them.*needs_traces"):
-        replace(KBFGS.recipe, split=split)
+        replace(KBFGS.recipe_as_printed, split=split)
 
 
 # ------------------------------------------------------------------ a row

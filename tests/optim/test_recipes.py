@@ -17,9 +17,9 @@ def test_a_side_that_learns_from_a_second_pass_needs_one(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{side} learn.* second_pass is NONE.*output_inverse=ScaledIdentity"):
         replace(recipe, second_pass=SecondPass.NONE)
     with pytest.raises(ValueError, match="GammaInverse learn"):
-        replace(KBFGS.recipe, output_inverse=GammaInverse(), second_pass=SecondPass.NONE)
+        replace(KBFGS.recipe_as_printed, output_inverse=GammaInverse(), second_pass=SecondPass.NONE)
 
 
 def test_sides_without_one_are_fine() -> None:
-    recipe = replace(KBFGS.recipe, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
+    recipe = replace(KBFGS.recipe_as_printed, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
     assert recipe.second_pass is SecondPass.NONE

@@ -147,7 +147,7 @@ def test_a_bad_batch_stays_bad_where_gradients_are_cleared_after_the_step(name: 
 def test_a_good_batch_is_learned_from_whatever_becomes_of_its_gradients() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    optimizer = KBFGS(model, curvature_update_freq=1, **COMMON)
+    optimizer = KBFGS.as_printed(model, curvature_update_freq=1, **COMMON)
     with optimizer.first_pass():
         F.cross_entropy(model(X), Y).backward()
     optimizer.step()

@@ -83,7 +83,7 @@ def test_a_running_mean_is_the_mean_of_all_values_so_far_until_it_forgets() -> N
 
 def test_curvature_is_due_when_the_schedule_says_so() -> None:
     model, T = net(), burn_in(final=4, growth=3)
-    optimizer = KBFGS(model, lr=0.01, damping=1.0, curvature_update_freq=T)
+    optimizer = KBFGS.as_printed(model, lr=0.01, damping=1.0, curvature_update_freq=T)
     due = []
     for k in range(1, 26):
         closure = Counted(model, F.cross_entropy, X, Y)
@@ -95,7 +95,14 @@ def test_curvature_is_due_when_the_schedule_says_so() -> None:
 
 def test_inverses_are_due_when_their_schedule_says_so() -> None:
     model = net()
-    optimizer = KFAC(model, lr=0.01, damping=1.0, inverse_update_freq=dense_then(every=4, until=3))
+    optimizer = KFAC(
+        model,
+        recipe=KFAC.recipe_stable,
+        momentum=0.9,
+        lr=0.01,
+        damping=1.0,
+        inverse_update_freq=dense_then(every=4, until=3),
+    )
     found = []
     for k in range(1, 13):
         before = optimizer.state[model[0].weight].get("H_G", torch.zeros(())).clone()
@@ -134,9 +141,9 @@ def test_groups_have_their_own_schedules() -> None:
     model, twin = net(), net()
     first, last = list(model[0].parameters()), list(model[3].parameters())
     groups = [{"params": first, "lr": rates}, {"params": last, "curvature_update_freq": lambda k: 2 if k > 2 else 1}]
-    optimizer = KBFGS(model, groups, lr=0.01, damping=dampings, curvature_update_freq=3)
+    optimizer = KBFGS.as_printed(model, groups, lr=0.01, damping=dampings, curvature_update_freq=3)
     groups = [{"params": list(twin[0].parameters())}, {"params": list(twin[3].parameters())}]
-    by_hand = KBFGS(twin, groups, lr=0.01, damping=1.0, curvature_update_freq=3)
+    by_hand = KBFGS.as_printed(twin, groups, lr=0.01, damping=1.0, curvature_update_freq=3)
     for k in range(1, 8):
         by_hand.param_groups[0].update(lr=rates(k), damping=dampings(k))
         by_hand.param_groups[1].update(damping=dampings(k), curvature_update_freq=2 if k > 2 else 1)
@@ -147,7 +154,7 @@ def test_groups_have_their_own_schedules() -> None:
 
 def test_a_group_that_comes_later_starts_its_schedule_at_the_common_step() -> None:
     model = net()
-    optimizer = KBFGS(model, model[3].parameters(), lr=rates, damping=1.0)
+    optimizer = KBFGS.as_printed(model, model[3].parameters(), lr=rates, damping=1.0)
     for _ in range(4):
         optimizer.step(batch(model))
     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": rates, "damping": dampings})
@@ -168,7 +175,7 @@ def test_the_theorem_s_step_sizes_are_a_schedule() -> None:
 
 def test_a_damping_schedule_reaches_both_sides() -> None:
     model = net()
-    optimizer = KBFGSL(model, lr=0.01, damping=dampings, curvature_update_freq=1, history_size=3)
+    optimizer = KBFGSL.as_printed(model, lr=0.01, damping=dampings, curvature_update_freq=1, history_size=3)
     for k in range(1, 5):
         optimizer.step(batch(model))
         state = optimizer.state[model[3].weight]
@@ -177,7 +184,7 @@ def test_a_damping_schedule_reaches_both_sides() -> None:
 
 def test_torch_schedulers_still_work_on_a_plain_learning_rate() -> None:
     model = net()
-    optimizer = KBFGS(model, lr=0.4, damping=1.0, curvature_update_freq=burn_in(4, 2))
+    optimizer = KBFGS.as_printed(model, lr=0.4, damping=1.0, curvature_update_freq=burn_in(4, 2))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     for k in range(4):
         assert optimizer.param_groups[0]["lr"] == 0.4 * 0.5**k
@@ -233,14 +240,14 @@ BAD: list[tuple[str, Any]] = [
 def test_a_schedule_that_starts_out_of_range_is_refused_at_once(name: str, schedule: Any) -> None:
     model = net()
     with pytest.raises(ValueError, match=f"Invalid .*{name}"):
-        KBFGS(model, **{name: schedule})
+        KBFGS.as_printed(model, **{name: schedule})
     assert not any(m._forward_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize(("name", "schedule"), BAD, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_schedule_that_leaves_the_range_later_is_refused_by_name(name: str, schedule: Any) -> None:
     model, good = net(), {"lr": 0.01, "damping": 1.0, "weight_decay": 0.0, "curvature_update_freq": 1}
-    optimizer = KBFGS(model, **{**good, name: lambda k: good[name] if k < 3 else schedule(k)})
+    optimizer = KBFGS.as_printed(model, **{**good, name: lambda k: good[name] if k < 3 else schedule(k)})
     with pytest.raises(ValueError, match=f"Invalid .*{name}"):
         for _ in range(4):
             optimizer.step(batch(model))
@@ -249,4 +256,4 @@ def test_a_schedule_that_leaves_the_range_later_is_refused_by_name(name: str, sc
 @pytest.mark.parametrize("name", ["momentum"])
 def test_what_cannot_be_scheduled_says_so(name: str) -> None:
     with pytest.raises((ValueError, TypeError), match=name):
-        KBFGS(net(), **{name: lambda k: 0.9})
+        KBFGS.as_printed(net(), **{name: lambda k: 0.9})

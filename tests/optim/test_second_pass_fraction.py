@@ -58,7 +58,7 @@ def test_a_share_is_the_first_data(share: float, reduction: str) -> None:
 def by_hand(share: float, reduction: str) -> tuple[nn.Module, Any]:
     """The gradient of the whole batch, and pairs of two passes over its first data."""
     model = net()
-    optimizer = KBFGS(model, reduction=reduction, second_pass_fraction=share, **COMMON)
+    optimizer = KBFGS.as_printed(model, reduction=reduction, second_pass_fraction=share, **COMMON)
     for k in range(6):
         x, y = data(k)
         with optimizer.first_pass():
@@ -74,7 +74,7 @@ def by_hand(share: float, reduction: str) -> tuple[nn.Module, Any]:
 def test_a_minibatch_runs_its_part(reduction: str) -> None:
     expected, _ = by_hand(0.4, reduction)
     model = net()
-    optimizer = KBFGS(model, reduction=reduction, second_pass_fraction=0.4, **COMMON)
+    optimizer = KBFGS.as_printed(model, reduction=reduction, second_pass_fraction=0.4, **COMMON)
     for k in range(6):
         optimizer.step(Minibatch(model, loss_fn(reduction), *data(k)))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
@@ -84,7 +84,7 @@ def test_a_minibatch_runs_its_part(reduction: str) -> None:
 def test_pairs_are_those_of_the_part() -> None:
     """s_G and y_G after one step: Δh̄ and Δ∂h̄ of the first four data under the whole batch's step, by autograd."""
     model = net()
-    optimizer = KBFGS(model, second_pass_fraction=0.4, **COMMON)
+    optimizer = KBFGS.as_printed(model, second_pass_fraction=0.4, **COMMON)
     x, y = data(0)
 
     def means() -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ def test_the_gradient_is_that_of_all_data() -> None:
     runs = []
     for share in (1.0, 0.2):
         model = net()
-        KBFGS(model, second_pass_fraction=share, **COMMON).step(Minibatch(model, F.cross_entropy, *data(0)))
+        KBFGS.as_printed(model, second_pass_fraction=share, **COMMON).step(Minibatch(model, F.cross_entropy, *data(0)))
         runs.append(list(model.parameters()))
     assert all(torch.equal(p, q) for p, q in zip(*runs, strict=True))
 
@@ -114,7 +114,7 @@ def test_the_gradient_is_that_of_all_data() -> None:
 def test_kfac_takes_its_factors_from_the_part() -> None:
     """Ω of the first minibatch is that of its first data."""
     model = net()
-    optimizer = KFAC(model, lr=0.05, damping=1.0, second_pass_fraction=0.4)
+    optimizer = KFAC(model, recipe=KFAC.recipe_stable, momentum=0.9, lr=0.05, damping=1.0, second_pass_fraction=0.4)
     x, y = data(0)
     a = torch.cat((model[:3](x[:4]).detach(), torch.ones(4, 1, dtype=x.dtype)), 1)
     optimizer.step(Minibatch(model, nn.CrossEntropyLoss(), x, y))
@@ -123,7 +123,7 @@ def test_kfac_takes_its_factors_from_the_part() -> None:
 
 def test_a_second_pass_over_other_data_is_noticed() -> None:
     model = net()
-    optimizer = KBFGS(model, second_pass_fraction=0.4, **COMMON)
+    optimizer = KBFGS.as_printed(model, second_pass_fraction=0.4, **COMMON)
     x, y = data(0)
     with optimizer.first_pass():
         F.cross_entropy(model(x), y).backward()
@@ -135,7 +135,7 @@ def test_a_second_pass_over_other_data_is_noticed() -> None:
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
 def test_shares_out_of_range_are_refused(share: float) -> None:
     with pytest.raises(ValueError, match="second_pass_fraction"):
-        KBFGS(net(), second_pass_fraction=share, **COMMON)
+        KBFGS.as_printed(net(), second_pass_fraction=share, **COMMON)
 
 
 class Sizes:
@@ -156,7 +156,7 @@ class Sizes:
 def test_modules_that_look_at_the_batch_get_all_of_it(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second pass takes the whole minibatch; before the normalization A s alone is of the part."""
     model = nn.Sequential(nn.Linear(4, 5), module, nn.Linear(5, 3))
-    optimizer, sizes = KBFGSL(model, second_pass_fraction=0.5, **COMMON), Sizes(monkeypatch)
+    optimizer, sizes = KBFGSL.as_printed(model, second_pass_fraction=0.5, **COMMON), Sizes(monkeypatch)
     minibatch = Minibatch(model, F.cross_entropy, torch.randn(8, 4), torch.arange(8) % 3)
     optimizer.step(minibatch)  # finds the layers before a normalization
     sizes.found.clear()
@@ -194,7 +194,7 @@ def test_modules_that_draw_random_numbers_get_all_of_the_batch(name: str, monkey
     """No module need be known for it: the generators tell. The first such pass was of a part and teaches nothing."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), DRAWING[name](), nn.Linear(6, 6), DRAWING[name](), nn.Linear(6, 3))
-    optimizer = KBFGSL(model, second_pass_fraction=0.5, **COMMON | {"lr": 0.0})
+    optimizer = KBFGSL.as_printed(model, second_pass_fraction=0.5, **COMMON | {"lr": 0.0})
     sizes = Sizes(monkeypatch)
     minibatch = Minibatch(model, F.cross_entropy, torch.randn(8, 4), torch.arange(8) % 3)
     last = model[4]
@@ -227,7 +227,7 @@ def test_random_numbers_of_a_closure_count_too() -> None:
             part = super().fraction(fraction)
             return Noisy(part.model, part.loss_fn, part.x, part.y)
 
-    optimizer = KBFGS(model, second_pass_fraction=0.4, **COMMON | {"lr": 0.0})
+    optimizer = KBFGS.as_printed(model, second_pass_fraction=0.4, **COMMON | {"lr": 0.0})
     for k in range(3):
         optimizer.step(Noisy(model, F.cross_entropy, *data(k)))
     assert not optimizer.state[model[3].weight]["s_G"].any()
@@ -235,7 +235,7 @@ def test_random_numbers_of_a_closure_count_too() -> None:
 
 def test_without_a_second_pass_every_closure_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-    recipe = replace(KBFGS.recipe, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
+    recipe = replace(KBFGS.recipe_as_printed, output_inverse=ScaledIdentity(), second_pass=SecondPass.NONE)
     optimizer, sizes = KroneckerOptimizer(model, recipe=recipe, second_pass_fraction=0.5, **COMMON), Sizes(monkeypatch)
     minibatch = Minibatch(model, F.cross_entropy, torch.randn(8, 4), torch.arange(8) % 3)
     for _ in range(3):
@@ -245,7 +245,7 @@ def test_without_a_second_pass_every_closure_will_do(monkeypatch: pytest.MonkeyP
 
 def test_closures_without_parts_are_refused() -> None:
     model = net()
-    optimizer = KBFGS(model, second_pass_fraction=0.5, **COMMON)
+    optimizer = KBFGS.as_printed(model, second_pass_fraction=0.5, **COMMON)
     with pytest.raises(TypeError, match="Pass a Minibatch"):
         optimizer.step(lambda: F.cross_entropy(model(data(0)[0]), data(0)[1]))
     with pytest.raises(TypeError, match="can't take a part of dict"):

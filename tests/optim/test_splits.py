@@ -1,9 +1,11 @@
-"""λ_A λ_G = λ, however the damping is shared."""
+"""λ_A λ_G = λ, however the damping is shared; or ε in units of each factor's mean eigenvalue."""
+
+import functools
 
 import pytest
 import torch
 
-from kfqn_ext.linalg.splits import Balance, equal, spatial, trace
+from kfqn_ext.linalg.splits import Balance, Given, equal, is_relative, relative, spatial, trace
 
 F64 = torch.float64
 
@@ -29,3 +31,33 @@ def test_a_factor_that_is_zero_says_nothing_about_the_other(
     balance = Balance(1.0, torch.tensor([trace_A], dtype=dtype), torch.tensor([trace_G], dtype=dtype))
     damping_A, damping_G = trace(4.0, balance)
     assert float(damping_A) == pytest.approx(2 * pi, rel=1e-5) and float(damping_G) == pytest.approx(2 / pi, rel=1e-5)
+
+
+@pytest.mark.parametrize("unit", [1e-8, 1.0, 1e8])
+def test_a_relative_damping_counts_in_mean_eigenvalues(unit: float) -> None:
+    """So that (A + λ_A I)⁻¹ of a larger unit is the same matrix in that unit."""
+    A, G = torch.diag(torch.tensor([1.0, 2.0, 6.0], dtype=F64)), torch.diag(torch.tensor([0.5, 1.5], dtype=F64))
+    balance = Balance(9.0, (unit * A).trace() / 3, (unit**2 * G).trace() / 2)
+    damping_A, damping_G = relative(0.3, balance)
+    for factor, damping, size, mean in ((A, damping_A, unit, 3.0), (G, damping_G, unit**2, 1.0)):
+        assert float(damping) == pytest.approx(0.3 * mean * size, rel=1e-12)
+        eye = torch.eye(len(factor), dtype=F64)
+        inverse = torch.linalg.inv(size * factor + damping * eye)
+        torch.testing.assert_close(size * inverse, torch.linalg.inv(factor + 0.3 * mean * eye), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_a_relative_damping_of_nothing_can_be_inverted(dtype: torch.dtype) -> None:
+    """A layer that sees only zeros has no mean eigenvalue: each of its inverses stays finite."""
+    zero = torch.zeros(2, dtype=dtype)
+    damping_A, damping_G = relative(0.3, Balance(1.0, zero, zero))
+    assert (1 / damping_A).isfinite().all() and (1 / damping_G).isfinite().all()
+
+
+def test_a_wrapped_relative_split_is_one() -> None:
+    @functools.wraps(relative)
+    def halved(damping: float, balance: Balance) -> object:
+        return relative(0.5 * damping, balance)
+
+    assert is_relative(relative) and is_relative(halved)
+    assert not any(is_relative(split) for split in (spatial, equal, trace, Given(1.0, 1.0)))

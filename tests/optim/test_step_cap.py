@@ -44,7 +44,7 @@ def run(make: Any, steps: int, scale: float = 1.0) -> list[Tensor]:
 
 
 def plain(model: nn.Module, **options: Any) -> KBFGS:
-    return KBFGS(model, **{"lr": 0.3, "damping": 0.5, "curvature_update_freq": 1, **options})
+    return KBFGS.as_printed(model, **{"lr": 0.3, "damping": 0.5, "curvature_update_freq": 1, **options})
 
 
 class CappedReference(ref.ReferenceKBFGS):
@@ -104,7 +104,7 @@ def test_it_does_not_depend_on_the_unit_of_the_loss(c: float, cap: float | None)
     """A loss c f has c G for G, and with c λ_G for λ_G the trajectory of f."""
 
     def make(scale: float) -> Any:
-        recipe = replace(KBFGS.recipe, split=Given(1.0, 0.5 * scale))
+        recipe = replace(KBFGS.recipe_as_printed, split=Given(1.0, 0.5 * scale))
         return lambda model: KroneckerOptimizer(
             model, recipe=recipe, lr=0.3, damping=0.5 * scale, curvature_update_freq=1, step_cap=cap
         )
@@ -148,7 +148,7 @@ def test_every_member_has_it(name: str) -> None:
 def test_a_bad_cap_is_refused(value: float) -> None:
     model = net()
     with pytest.raises(ValueError, match="Invalid step_cap"):
-        KBFGS(model, step_cap=value)
+        KBFGS.as_printed(model, step_cap=value)
     assert not any(m._forward_hooks for m in model.modules())
 
 

@@ -251,7 +251,10 @@ def test_other_losses_are_refused_by_name_with_the_way_out(loss_fn: Any, message
 
 def test_a_refused_loss_changes_nothing_and_has_a_way_out() -> None:
     model = nn.Linear(4, 3)
-    optimizer, before = KFAC(model, lr=0.1, damping=1.0), model.weight.detach().clone()
+    optimizer, before = (
+        KFAC(model, recipe=KFAC.recipe_stable, momentum=0.9, lr=0.1, damping=1.0),
+        model.weight.detach().clone(),
+    )
     x, y = torch.randn(6, 4), torch.rand(6, 3)
     with pytest.raises(ValueError, match="pixel_sum"):
         optimizer.step(Minibatch(model, pixel_sum, x, y))

@@ -146,7 +146,7 @@ def test_ten_steps_lower_the_loss(build: Callable[[], Any], make: Any) -> None:
     """With both passes on every step, on one small batch; a warning would be an error."""
     model = build()
     x, y = torch.randn(8, 3, 32, 32), torch.arange(8) % 5
-    optimizer = make(model, lr=0.03, damping=1.0, curvature_update_freq=1)
+    optimizer = make(model, curvature_update_freq=1)
     kronecker = {module.weight for module in layers(model).values()}
 
     def loss() -> float:

@@ -135,7 +135,7 @@ def test_dropout_draws_the_same_mask_in_both_passes(name: str) -> None:
 @pytest.mark.parametrize("T", [1, 2, 4])
 def test_the_second_pass_runs_on_every_Tth_step_only(T: int) -> None:
     model = nn.Linear(4, 3)
-    optimizer = KBFGS(model, lr=0.1, damping=1.0, curvature_update_freq=T)
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=1.0, curvature_update_freq=T)
     x, y, calls = torch.randn(8, 4), torch.arange(8) % 3, []
 
     def evaluate() -> Tensor:
@@ -156,7 +156,7 @@ def test_the_second_pass_runs_on_every_Tth_step_only(T: int) -> None:
 
 def test_closure_sees_the_moved_parameters_in_the_second_pass_only() -> None:
     model = nn.Linear(4, 3)
-    optimizer = KBFGS(model, lr=0.1, damping=1.0, curvature_update_freq=1)
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=1.0, curvature_update_freq=1)
     x, y, seen = torch.randn(8, 4), torch.arange(8) % 3, []
 
     def evaluate() -> Tensor:
@@ -173,7 +173,7 @@ def test_closure_sees_the_moved_parameters_in_the_second_pass_only() -> None:
 
 def test_a_second_pass_that_raises_leaves_gradients_and_buffers() -> None:
     model, (x, y) = net(), batches(1)[0]
-    optimizer, calls = KBFGS(model, curvature_update_freq=1, **SETTINGS), []
+    optimizer, calls = KBFGS.as_printed(model, curvature_update_freq=1, **SETTINGS), []
 
     def evaluate() -> Tensor:
         calls.append(1)
@@ -193,7 +193,7 @@ def test_a_second_pass_that_raises_leaves_gradients_and_buffers() -> None:
 
 def test_a_second_pass_that_is_left_out_is_said_once() -> None:
     model, data = net(), batches(4)
-    optimizer = KBFGS(model, curvature_update_freq=1, **SETTINGS)
+    optimizer = KBFGS.as_printed(model, curvature_update_freq=1, **SETTINGS)
 
     def first_phase(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
@@ -210,14 +210,14 @@ def test_a_second_pass_that_is_left_out_is_said_once() -> None:
 
 
 def test_a_second_pass_that_is_not_due_is_refused() -> None:
-    optimizer = KBFGS(net(), curvature_update_freq=2, **SETTINGS)
+    optimizer = KBFGS.as_printed(net(), curvature_update_freq=2, **SETTINGS)
     with pytest.raises(RuntimeError, match="second_pass_due"), optimizer.second_pass():
         pass
 
 
 def test_step_hooks_run_once_for_a_step() -> None:
     model, (x, y) = net(), batches(1)[0]
-    optimizer, order = KBFGS(model, curvature_update_freq=1, **SETTINGS), []
+    optimizer, order = KBFGS.as_printed(model, curvature_update_freq=1, **SETTINGS), []
     weight = model[5].weight.detach().clone()
     pre = optimizer.register_step_pre_hook(
         lambda opt, args, kwargs: order.append(("pre", torch.equal(model[5].weight, weight)))
@@ -236,7 +236,7 @@ def test_step_hooks_run_once_for_a_step() -> None:
 def test_clipping_and_accumulating_gradients_between_the_phases() -> None:
     """What a loop does to .grad before step() decides the direction; it does not disturb the second pass."""
     model, data = net(), batches(3)
-    optimizer = KBFGS(model, curvature_update_freq=1, **SETTINGS)
+    optimizer = KBFGS.as_printed(model, curvature_update_freq=1, **SETTINGS)
     for x, y in data:
         optimizer.zero_grad()
         with optimizer.first_pass():

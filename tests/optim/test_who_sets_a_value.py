@@ -76,7 +76,7 @@ def test_no_schedule_is_asked_about_a_step_that_is_not_taken(row: str, name: str
 
 def test_a_rate_that_ends_at_zero() -> None:
     model = net()
-    optimizer = KBFGS(model, lr=lambda k: 0.1 * (1 - k / 5), damping=1.0)
+    optimizer = KBFGS.as_printed(model, lr=lambda k: 0.1 * (1 - k / 5), damping=1.0)
     for _ in range(5):
         optimizer.step(batch(model))
     with pytest.raises(ValueError, match="learning rate"):
@@ -124,7 +124,7 @@ def test_a_value_that_somebody_else_sets_ends_the_schedule(row: str, name: str, 
 def test_a_value_set_before_the_first_step() -> None:
     """The default T is a schedule; a group's own T is not."""
     model = net()
-    optimizer = KBFGS(model, lr=0.01, damping=1.0)
+    optimizer = KBFGS.as_printed(model, lr=0.01, damping=1.0)
     for group in optimizer.param_groups:
         group["curvature_update_freq"] = 3
     due = []
@@ -139,7 +139,7 @@ def test_a_value_set_before_the_first_step() -> None:
 def test_torch_schedulers_take_over_from_a_function(lr: Any) -> None:
     """Also where they change a tensor in place."""
     model = net()
-    optimizer = KBFGS(model, lr=lambda k: lr, damping=1.0)
+    optimizer = KBFGS.as_printed(model, lr=lambda k: lr, damping=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     for k in range(4):
         optimizer.step(batch(model))

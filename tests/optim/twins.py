@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import reference as ref
+from tests.optim.untuned_twins import Untuned, UntunedKFAC
 
 F64 = torch.float64
 
@@ -76,6 +77,69 @@ class TraceSplit(ref.ReferenceKBFGS):
             st.H_G = ref.lbfgs(identity_like(st.H_G) / st.lambda_G[..., None, None], st.pairs)
 
 
+@dataclass
+class UntunedKBFGS(Untuned, TraceSplit):
+    """K-BFGS with λ_A and λ_G in units of each factor's mean eigenvalue, and a second pair for H_A, y = A u + λ_A u.
+
+    u is the direction of inputs in which the step before was longest.
+    """
+
+    def split_damping(self, st: Any) -> None:
+        st.lambda_A, st.lambda_G = self.damping * st.power_A, self.damping * st.power_G
+
+    def update_H_A(self, st: Any, layer: ref.Layer) -> None:
+        super().update_H_A(st, layer)
+        y = torch.einsum("...ij,...j->...i", layer.A, st.u) + st.lambda_A[..., None] * st.u
+        st.H_A = ref.bfgs(st.H_A, st.u, y)
+
+
+def fisher_directions(M: Tensor, H_A: Tensor, H_G: Tensor, u: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
+    """(s, v) of the one-pass row's four directions at step k."""
+    shape = (*M.shape[:-2], M.shape[-1], 3)
+    random = torch.randn(shape, generator=torch.Generator().manual_seed(k), dtype=torch.float32).to(M.dtype)
+    found = []
+    for v in (M @ H_A @ u.unsqueeze(-1), *(M @ r.unsqueeze(-1) for r in random.unbind(-1))):
+        v = v / v.norm(dim=-2, keepdim=True)
+        found.append(((H_G @ v).squeeze(-1), v.squeeze(-1)))
+    return found
+
+
+def fisher_updates(H_G: Tensor, pairs: list[tuple[Tensor, Tensor]], Gamma: Tensor, epsilon: Any) -> Tensor:
+    """H_G after BFGS along these directions, with Γ in units of its mean eigenvalue."""
+    unit = Gamma / Gamma.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    for s, v in pairs:
+        y = torch.einsum("...ij,...j->...i", unit, s) + torch.as_tensor(epsilon)[..., None] * s
+        H_G = ref.bfgs(H_G, s, 0.75 * v + 0.25 * y)
+    return H_G
+
+
+@dataclass
+class UntunedOnePass(UntunedKBFGS):
+    """H_G from I / (1 + ε), by BFGS along four directions s = H_G v on y = 0.75 v + 0.25 (Γ s / (tr Γ / d_out) + ε s).
+
+    The first s is the direction of outputs in which the step before was longest. Of the others, v is M times random
+    numbers, with the step's number as the seed.
+    """
+
+    def split_damping(self, st: Any) -> None:
+        super().split_damping(st)
+        st.lambda_G = torch.full_like(st.lambda_A, self.damping)
+
+    def step(self, x: Any, y: Any) -> Tensor:
+        st: Any
+        for name, st in self.state.items():
+            st.pairs = fisher_directions(st.M, st.H_A, st.H_G, self.u[name], self.k + 1)
+        return super().step(x, y)
+
+    def initial(self, layer: ref.Layer, A: Tensor) -> Any:
+        st: Any = super().initial(layer, A)
+        st.H_G = st.H_G0 = identity_like(st.H_G) / (1 + st.lambda_G[..., None, None])
+        return st
+
+    def update_H_G(self, st: Any, first: ref.Layer, second: ref.Layer) -> None:
+        st.H_G = fisher_updates(st.H_G, st.pairs, first.Gamma, st.lambda_G)
+
+
 class RunningMeanOfA(ref.ReferenceKBFGS):
     """A moves with the weight min(1 - 1/k, 0.6)."""
 
@@ -140,6 +204,10 @@ TWINS: dict[str, Twin] = {
     "KBFGS": twin_of(),
     "KBFGSL": twin_of(memory=2),
     "KBFGSL, many pairs": twin_of(memory=10),
+    "KBFGS, untuned": twin_of(UntunedKBFGS, momentum=0.8),
+    "KBFGSL, untuned": twin_of(UntunedKBFGS, momentum=0.8, memory=2),
+    "KFAC, untuned": twin_of(UntunedKFAC, momentum=0.8, order="statistics_first"),
+    "OnePassKBFGS": twin_of(UntunedOnePass, momentum=0.8),
     "KBFGS20": twin_of(**OLD),
     "KBFGSL20": twin_of(**OLD, memory=2),
     "ProvableKBFGSL": twin_of(ref.ReferenceProvable, split="equal", memory=3),

@@ -146,7 +146,7 @@ def several_losses() -> None:
         pairs = []
         for apart in (False, True):
             model = net()
-            optimizer = KBFGS(model, reduction=reduction, **SETTINGS)
+            optimizer = KBFGS.as_printed(model, reduction=reduction, **SETTINGS)
 
             def losses(model: Any = model, apart: bool = apart, reduction: str = reduction) -> None:
                 output = model(X)
@@ -165,10 +165,16 @@ def several_losses() -> None:
 
 
 def several_losses_of_squares() -> None:
-    """Γ of a sum of losses is not the sum of their Γ: KFAC's factors refuse what they can't know."""
+    """Γ of a sum of losses is not the sum of their Γ: factors, and dampings by tr Γ, refuse what they can't know."""
     model, factors = extend(net()), KFACFactors(accumulate=True)
     output = model(X)
     with pytest.raises(NotImplementedError, match=r"KFACFactors .* add the losses up"), backpack(factors):
+        F.cross_entropy(output, Y).backward(retain_graph=True)
+        output.square().mean().backward()
+    model = net()
+    optimizer = KBFGS(model)
+    with pytest.raises(NotImplementedError, match=r"FactorTraces .* add the losses up"), optimizer.first_pass():
+        output = model(X)
         F.cross_entropy(output, Y).backward(retain_graph=True)
         output.square().mean().backward()
 
@@ -535,7 +541,7 @@ def groups() -> None:
         model,
         [
             {"params": list(model[0].parameters()), "lr": 0.0, "weight_decay": 0.0},
-            {"params": list(model[3].parameters()), "damping": 5.0, "curvature_update_freq": 2},
+            {"params": list(model[3].parameters()), "damping": 2.0, "curvature_update_freq": 2},
             {"params": list(model[5].parameters()), "weight_decay": 0.1},
         ],
         **SETTINGS,

@@ -307,7 +307,7 @@ def true_number_of_locations() -> None:
     """λ_A = √|T| √λ and λ_G = √λ / √|T| with the locations of the output, padding included."""
     for padding, T in ((0, 1), (1, 9)):
         net: Any = nn.Sequential(nn.Conv2d(2, 3, 3, padding=padding), nn.Flatten())
-        optimizer = KBFGS(net, lr=0.1, damping=4.0, curvature_update_freq=2)
+        optimizer = KBFGS.as_printed(net, lr=0.1, damping=4.0, curvature_update_freq=2)
         optimizer.step(Minibatch(net, lambda output, _: scalar(output), torch.randn(6, 2, 3, 3), None))
         d = optimizer.diagnostics()[0]
         assert d.A is not None and d.G is not None

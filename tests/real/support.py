@@ -11,7 +11,7 @@ A row says what a user's model or script does, what then happens, and why. ``che
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.real import loops, memory, models, processes, state, trainers
+from tests.real import drop_in, loops, memory, models, processes, state, trainers
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ ROWS: list[Row] = [
         ("gradient accumulation without keep_inputs", W, "no input is held; only the direction of the Hessian action is the first micro-batch's", loops.accumulation_without_kept_inputs),
         ("gradient accumulation of KFAC", W, "Ω and Γ equal the big batch's", loops.accumulation_of_kfac),
         ("second pass over other data", R, "a warning names the layer; nothing is learned", loops.a_second_pass_over_other_data),
-        ("several losses", W, "several backward passes through one forward pass add up", loops.several_losses),
-        ("several losses, factors", R, "Γ of a sum does not follow from its terms: add the losses up", loops.several_losses_of_squares),
+        ("several losses", W, "several backward passes through one forward pass add up, with `as_printed`", loops.several_losses),
+        ("several losses, factors", R, "Γ of a sum does not follow from its terms, and K-BFGS's damping counts in units of Γ: add the losses up", loops.several_losses_of_squares),
         ("retain_graph", W, "each pass is measured", loops.retained_graph),
         ("two forwards, evaluation between", W, "each backward pass finds its own call's input", loops.two_forwards_and_an_evaluation),
         ("auxiliary passes", W, "`autograd.grad(loss, x)` and `create_graph=True` are passed over; wrap them in `backpack.disable()` in a closure", loops.auxiliary_passes),
@@ -154,6 +154,10 @@ ROWS: list[Row] = [
         ("Accelerate", W, "`examples/loops/accelerate_loop.py`", trainers.accelerate),
         ("Lightning", W, "manual optimization, `examples/loops/lightning_loop.py`", trainers.lightning),
         ("Lightning, automatic", W, "its closure repeats the batch; hooks and logs of the training step run twice when curvature is due", trainers.lightning_automatic),
+        ("drop-in, plain loop", W, "`OnePassKBFGS` needs nothing but `step()`: `examples/loops/drop_in.py`", drop_in.plain),
+        ("drop-in, Accelerate", W, "with accumulation and clipping, equal to a loop by hand", drop_in.accelerate),
+        ("drop-in, Lightning", W, "automatic optimization, as above", drop_in.lightning),
+        ("drop-in, Hugging Face", W, "`Trainer(..., optimizers=(OnePassKBFGS(model), None))`, as above", drop_in.hugging_face),
         ("phases of a trainer's wrapper", R, "what they measure would be lost: call those of `optimizer.optimizer`", trainers.phases_of_a_wrapper),
         ("a closure after first_pass", R, "one form or the other; the empty closure of a trainer is fine", trainers.both_forms_at_once),
     ),

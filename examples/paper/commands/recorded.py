@@ -91,9 +91,11 @@ def train(images: Tensor, seed: int, targets: int, epochs: int, batch_size: int)
         model,
         lr=0.1,
         damping=3.0,
+        stats_update_freq=1,
         inverse_update_freq=inverse_frequency,
+        momentum=0.9,
         recipe=replace(
-            KFAC.recipe, input_inverse=OmegaInverse(running_mean()), output_inverse=GammaInverse(running_mean())
+            KFAC.recipe_stable, input_inverse=OmegaInverse(running_mean()), output_inverse=GammaInverse(running_mean())
         ),
     )
     torch.manual_seed(targets)

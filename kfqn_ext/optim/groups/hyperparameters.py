@@ -16,7 +16,6 @@ UPDATE_FREQS = ("curvature_update_freq", "stats_update_freq")
 class Shared(TypedDict, total=False):
     """Keywords of every constructor, beside those whose default differs from class to class."""
 
-    momentum: float
     weight_decay: float
     step_cap: float | None
     direction_dtype: torch.dtype | None
@@ -25,14 +24,13 @@ class Shared(TypedDict, total=False):
 
 
 DEFAULTS: Shared = {
-    "momentum": 0.9,
     "weight_decay": 0.0,
     "step_cap": None,
     "direction_dtype": None,
     "second_pass_fraction": 1.0,
     "reduction": "mean",
 }
-BY_GROUP = ("momentum", "weight_decay", "direction_dtype")
+BY_GROUP = ("weight_decay", "direction_dtype")
 """Those that a parameter group can set."""
 
 
@@ -49,17 +47,30 @@ def complete(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shows_all_keywords(cls: _C) -> _C:
-    """Give a class whose constructor takes ``**shared`` the signature with every shared keyword written out."""
-    signature = inspect.signature(cls.__init__)  # type: ignore[misc]
-    _, *own, _ = signature.parameters.values()  # without self and **shared
+    """Give a class whose constructors take ``**shared`` signatures with every shared keyword written out."""
+    signature = _with_shared(inspect.signature(cls.__init__))  # type: ignore[misc]
+    _, *own = signature.parameters.values()  # without self
+    cls.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    other = vars(cls).get("as_printed")
+    if isinstance(other, classmethod) and _takes_shared(inspect.signature(other.__func__)):
+        other.__func__.__signature__ = _with_shared(inspect.signature(other.__func__))  # type: ignore[attr-defined]
+    return cls
+
+
+def _takes_shared(signature: inspect.Signature) -> bool:
+    return any(p.annotation is not p.empty and "Shared" in str(p.annotation) for p in signature.parameters.values())
+
+
+def _with_shared(signature: inspect.Signature) -> inspect.Signature:
+    """A signature that ends with ``**shared``, with its keywords in place of that."""
+    *own, _ = signature.parameters.values()
     shared = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Shared.__annotations__[name]
         )
         for name, default in DEFAULTS.items()
     ]
-    cls.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
-    return cls
+    return signature.replace(parameters=[*own, *shared])
 
 
 def update_freq(group: Mapping[str, Any]) -> int:

@@ -34,6 +34,8 @@ def burn_in(final: int = 20, growth: int = 20) -> Callable[[int], int]:
 
 
 BURN_IN = burn_in()
+QUICK_BURN_IN = burn_in(growth=10)
+"""Of the forms whose lengths of steps are set: no stale inverse makes these too long."""
 
 
 def dense_then(every: int = 20, until: int = 20) -> Callable[[int], int]:

@@ -2,12 +2,19 @@
 
 from kfqn_ext.optim.inverses.base import InputInverse, Inverse, Measured, OutputInverse, Seen, State
 from kfqn_ext.optim.inverses.direct import BatchInverse, GammaInverse, OmegaInverse
-from kfqn_ext.optim.inverses.hessian_action import HessianAction, HessianActionLBFGS, MovingHessianAction
+from kfqn_ext.optim.inverses.fisher_action import FisherAction
+from kfqn_ext.optim.inverses.hessian_action import (
+    HessianAction,
+    HessianActionLBFGS,
+    MovingHessianAction,
+    StepHessianAction,
+)
 from kfqn_ext.optim.inverses.scaled_identity import ScaledIdentity
 from kfqn_ext.optim.inverses.secant import SecantBFGS, SecantLBFGS
 
 __all__ = [
     "BatchInverse",
+    "FisherAction",
     "GammaInverse",
     "HessianAction",
     "HessianActionLBFGS",
@@ -22,4 +29,5 @@ __all__ = [
     "SecantLBFGS",
     "Seen",
     "State",
+    "StepHessianAction",
 ]

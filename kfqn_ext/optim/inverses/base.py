@@ -141,6 +141,22 @@ class OutputInverse(Inverse):
 
     fisher: ClassVar[bool] = False
     """Whether it inverts the Fisher factor Γ in place of G."""
+    in_own_units: ClassVar[bool] = False
+    """Whether its factor counts in units of its mean eigenvalue, which is then one for a split of the damping."""
+
+    def probe(self, state: State, v: Tensor, step: int) -> tuple[Tensor, Tensor] | None:
+        """Choose directions s, [*B, d_out, k], for which Γ s is wanted from the first pass; None for none.
+
+        Args:
+            state: The layer's state.
+            v: M H_A u, [*B, d_out], with u the direction of inputs in which the last step was longest, about. H_G v is
+                then the direction of outputs in which it was.
+            step: k, from 1.
+
+        Returns:
+            s, and what ``learn`` is to find beside Γ s.
+        """
+        return None
 
     def where_shifts_are_removed(self) -> "OutputInverse | None":
         """What this rule comes to, at less cost, where ∂h̄ = 0; None where it learns from more than ∂h̄."""

@@ -17,10 +17,15 @@ from kfqn_ext.optim.inverses.lbfgs import check_history_size, start_pairs, times
 
 
 def _actions(rule: InputInverse, states: Sequence[State], seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """(s, A s + λ_A s) of each layer for this minibatch's A, [L, *B, d]."""
+    """(s, A s + λ_A s) of each layer for this minibatch's A and s = H_A ā, [L, *B, d]."""
     pairs = [_action(rule, state, measured) for state, measured in zip(states, seen.first, strict=True)]
     s, A_s = (stack(vectors) for vectors in zip(*pairs, strict=True))
     _note_leverage(states, s, seen)
+    return _damped(s, A_s, seen, damping)
+
+
+def _damped(s: Tensor, A_s: Tensor, seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """(s, A s + λ_A s), empty where the minibatch is not finite."""
     y = A_s + damping.unsqueeze(-1) * s
     return torch.where(seen.finite, s, 0.0), torch.where(seen.finite, y, 0.0)
 
@@ -63,6 +68,43 @@ class HessianAction(InputInverse):
         s, y = _actions(self, states, seen, damping)
         kept = bfgs_update_each_([state["H_A"] for state in states], s, y)
         count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+
+
+@dataclass(frozen=True)
+class StepHessianAction(HessianAction):
+    """Hessian-action BFGS in two directions: s = H_A ā, and that of the inputs for which the last step was longest.
+
+    The first alone, which is the paper's, leaves directions as they are in which no mean patch points. Where the length
+    of a step is set by its longest direction, an H_A that is too large there shortens all others.
+    """
+
+    def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
+        return _two_directions(state, a_bar) if "H_A" in state else None
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        products = [_two_products(state, measured) for state, measured in zip(states, seen.first, strict=True)]
+        inverses = [state["H_A"] for state in states]
+        S, A_S = (stack(sides) for sides in zip(*products, strict=True))
+        _note_leverage(states, S[..., 0], seen)
+        for s, A_s in zip(S.unbind(-1), A_S.unbind(-1), strict=True):
+            kept = bfgs_update_each_(inverses, *_damped(s, A_s, seen, damping))
+            count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+
+
+def _two_directions(state: State, a_bar: Tensor) -> Tensor:
+    """H_A ā and u, [*B, d_in, 2]; zero in place of u, which is then no pair, where no length rule keeps one."""
+    s = times(state["H_A"], a_bar)
+    u = state.get("u")
+    return torch.stack((s, torch.zeros_like(s) if u is None else u.to(s.dtype)), dim=-1)
+
+
+def _two_products(state: State, measured: Measured) -> tuple[Tensor, Tensor]:
+    """(S, A S) of one layer, with both directions as columns."""
+    moments = measured[InputQuantities]
+    if moments.s is not None and moments.A_s is not None:
+        return moments.s, moments.A_s
+    S = _two_directions(state, moments.a_bar)
+    return S, moments.A @ S if measured.A is None else measured.A @ S
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement
-from kfqn_ext.optim.recipe import SecondPass
+from kfqn_ext.optim.recipe import Recipe, SecondPass
 
 
 def surroundings(optimizer: Optimizer) -> None:
@@ -93,8 +93,14 @@ def loss_scale(measurement: Measurement) -> None:
         )
 
 
-def options(step_cap: float | None, fraction: float) -> None:
-    """Raise a ValueError where one of them is out of range."""
+def options(step_cap: float | None, fraction: float, recipe: Recipe) -> None:
+    """Raise a ValueError where one of them is out of range, or has no meaning for a recipe."""
+    if step_cap is not None and recipe.length.is_set:
+        raise ValueError(
+            f"step_cap={step_cap} bounds lengths that are computed, and this recipe sets them "
+            f"({recipe.length}): a smaller lr makes steps shorter. Leave step_cap out, or build the paper's form "
+            "by as_printed(...)."
+        )
     if step_cap is not None and not step_cap > 0:
         raise ValueError(f"Invalid step_cap: {step_cap}. It must be positive, or None for no cap.")
     if not 0 < fraction <= 1:

@@ -1,12 +1,13 @@
 """The extensions of one pass: made as the rules ask for them, read layer by layer."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfqn_ext.extensions import InputQuantities, LayerExtension, LayerMoments, Probe
+from kfqn_ext.extensions import FisherProducts, InputQuantities, LayerExtension, LayerMoments, OutputProbe, Probe
 from kfqn_ext.optim.inverses import Measured
 from kfqn_ext.optim.inverses.base import Kind
 
@@ -30,6 +31,19 @@ def _of_gradients(quantity: Any) -> list[Tensor]:
     return [] if Gamma is None else [Gamma.diagonal(dim1=-2, dim2=-1)]
 
 
+@dataclass(frozen=True)
+class Probes:
+    """What chooses the directions in which a layer's factors are looked at, A s and Γ s; None for none.
+
+    Attributes:
+        A: ``f(module, a_bar) -> s``; without it, the layers' inputs are kept.
+        G: ``f(module) -> s``.
+    """
+
+    A: Probe | None = None
+    G: OutputProbe | None = None
+
+
 class Measurement:
     """What one pass is to measure, and has measured, of which modules."""
 
@@ -37,7 +51,7 @@ class Measurement:
         self,
         wanted: Mapping[Kind, Iterable[nn.Module]],
         reduction: str,
-        probe: Probe | None,
+        probes: Probes,
         loss_scale: float | None = None,
         fraction_of: Callable[[Kind], float] = lambda kind: 1.0,
     ) -> None:
@@ -46,7 +60,7 @@ class Measurement:
         Args:
             wanted: Modules by extension.
             reduction: "mean" or "sum": what the loss does over data.
-            probe: Chooses the direction s of A s for each layer, or None; without it, the layers' inputs are kept.
+            probes: Choose directions for each layer.
             loss_scale: What the loss is multiplied with, where it is.
             fraction_of: The fraction of each batch, its first data, that an extension sees which can do with a part.
         """
@@ -58,7 +72,9 @@ class Measurement:
             ext.loss_scale = loss_scale
             ext.mirrored = False  # the optimizer's own results die with the step
             if isinstance(ext, InputQuantities):
-                ext.probe = probe
+                ext.probe = probes.A
+            if isinstance(ext, FisherProducts):
+                ext.output_probe = probes.G
             self._by_kind.append((kind, ext))
 
     @property
@@ -86,6 +102,7 @@ class Measurement:
         """What was measured, by module and extension."""
         found: dict[nn.Module, dict[Kind, Any]] = {}
         for kind, ext in self._by_kind:
+            ext.forget_cleared()
             for module, quantity in ext.items():
                 found.setdefault(module, {})[kind] = quantity
         return found

@@ -8,12 +8,12 @@ from backpack import backpack
 from backpack.context import CTX
 from torch import Tensor, nn
 
-from kfqn_ext.extensions import Probe
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
-from kfqn_ext.optim.passes.measurement import Measurement, Results
+from kfqn_ext.optim.passes.listening import Listening
+from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
 from kfqn_ext.optim.passes.reduction import OneProcess, Reduction
 from kfqn_ext.optim.passes.replay import Replay
 from kfqn_ext.optim.passes.warm_start import measure_data
@@ -27,6 +27,7 @@ class Passes:
 
     Attributes:
         reduction: Pools what several processes have measured.
+        listening: What passes have shown that nobody announced.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, loss_reduction: str, fraction: float) -> None:
@@ -39,6 +40,7 @@ class Passes:
             fraction: Of each minibatch, in (0, 1], what curvature is learned from.
         """
         self.reduction: Reduction = OneProcess()
+        self.listening = Listening()
         self._model, self._recipe = model, recipe
         self._compares = recipe.second_pass is SecondPass.REPEAT_AFTER_STEP
         self._compared = recipe.second if self._compares else frozenset()
@@ -59,7 +61,7 @@ class Passes:
     def first(
         self,
         wanted: Wanted,
-        probe: Probe | None,
+        probes: Probes,
         parameters: Iterable[Tensor],
         loss_scale: float | None,
         may_repeat: bool,
@@ -68,7 +70,7 @@ class Passes:
 
         Args:
             wanted: Modules by extension.
-            probe: Chooses the direction s of A s for each module; without it, the layers' inputs are kept.
+            probes: Choose directions for each module.
             parameters: Those of which one must get a gradient.
             loss_scale: What the loss is multiplied with, where it is.
             may_repeat: Whether a second pass may follow.
@@ -81,23 +83,36 @@ class Passes:
             ValueError: If all batches were empty.
         """
         results, gradients = Results(), GradientWatch(parameters)
-        compared = self.fraction
-        measurement = Measurement(
-            wanted,
-            self._loss_reduction,
-            probe,
-            loss_scale,
-            lambda kind: compared if kind in self._compared else self._fraction,
-        )
+        measurement = self.measurement(wanted, probes, loss_scale)
         may_repeat = may_repeat and self._repeats
         if may_repeat:
             self._replay.record()
-        with backpack(*CTX.get_active_exts(), *measurement.extensions, extension_hook=CTX.get_extension_hook()):
+        with (
+            self.listening.paused(),
+            backpack(*CTX.get_active_exts(), *measurement.extensions, extension_hook=CTX.get_extension_hook()),
+        ):
             yield results
         checks.first_pass(measurement, gradients)
         if may_repeat and self._fraction < 1:
             self._replay.look_for_draws()
-        results.update(self.reduction.pooled(measurement.results()))
+        results.update(self.results(measurement))
+
+    def measurement(self, wanted: Wanted, probes: Probes, loss_scale: float | None = None) -> Measurement:
+        """Prepare to measure the pass, or the passes, that a step's gradient comes from."""
+        compared = self.fraction
+        if loss_scale is None and self._recipe.output_inverse.in_own_units:
+            loss_scale = 1.0  # nothing that is learned depends on it
+        return Measurement(
+            wanted,
+            self._loss_reduction,
+            probes,
+            loss_scale,
+            lambda kind: compared if kind in self._compared else self._fraction,
+        )
+
+    def results(self, measurement: Measurement) -> Results:
+        """What was measured, in all processes."""
+        return self.reduction.pooled(measurement.results())
 
     @contextmanager
     def second(self, wanted: Wanted, layers: Sequence[Layer], loss_scale: float | None) -> Iterator[Results]:
@@ -115,7 +130,7 @@ class Passes:
             RuntimeError: If none of the layers was called, or gradients came in float16 without a ``loss_scale``.
         """
         results = Results()
-        measurement = Measurement(wanted, self._loss_reduction, lambda module, a_bar: None, loss_scale)
+        measurement = Measurement(wanted, self._loss_reduction, Probes(A=lambda module, a_bar: None), loss_scale)
         with (
             checks.reaching(layers, measurement),
             self._replay.repeat([layer.module for layer in layers]),
@@ -123,7 +138,7 @@ class Passes:
         ):
             yield results
         checks.loss_scale(measurement)
-        results.update(self.reduction.pooled(measurement.results()))
+        results.update(self.results(measurement))
 
     def over_data(
         self,

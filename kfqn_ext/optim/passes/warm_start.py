@@ -16,7 +16,7 @@ from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses import Measured
 from kfqn_ext.optim.inverses.base import Kind
-from kfqn_ext.optim.passes.measurement import Measurement, Results
+from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
 from kfqn_ext.optim.passes.replay import cuda_devices, left_as_it_was
 from kfqn_ext.optim.recipe import Recipe
 
@@ -92,7 +92,7 @@ def _pass(
 ) -> dict[nn.Module, dict[Kind, Any]]:
     """What a forward and backward pass over one batch shows."""
     modules = [layer.module for layer in layers]
-    measurement = Measurement(dict.fromkeys(kinds, modules), reduction, probe=lambda module, a_bar: None)
+    measurement = Measurement(dict.fromkeys(kinds, modules), reduction, Probes(A=lambda module, a_bar: None))
     with torch.enable_grad(), input_gradients_only(model), backpack(*measurement.extensions):
         run(batch)
     return measurement.quantities()

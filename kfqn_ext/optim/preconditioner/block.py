@@ -67,7 +67,15 @@ def start_empty(block: Block, recipe: Recipe) -> None:
     """
     W, geometry = momentum(block.layer, block.state), block.layer.geometry
     _make(block, recipe, Measured({kind: kind.blank(geometry, W) for kind in recipe.starts_from}))
+    recipe.length.start(block.state, W)
     block.state["num_locations"] = _on_host(0.0)
+
+
+def empty_other(p: Tensor, recipe: Recipe) -> State:
+    """The same for a parameter without a block."""
+    state = {"momentum": torch.zeros_like(p, dtype=working_dtype(p))}
+    recipe.others.start(state, state["momentum"])
+    return state
 
 
 def is_empty(state: State) -> bool:
@@ -111,7 +119,9 @@ def _follow_traces(state: State, traces: Traces | None, finite: Tensor, decay: f
     """Move the averages of the factors' mean eigenvalues, where the split needs them."""
     if traces is not None:
         for name, value in zip(_TRACES, (traces.A, traces.G), strict=True):
-            state[name].lerp_(torch.where(torch.isfinite(value) & finite, value, state[name]), 1.0 - decay)
+            old = state[name]
+            moved = torch.where(old > 0, torch.lerp(value, old, decay), value)  # zero: no mean of anything yet
+            old.copy_(torch.where(torch.isfinite(value) & finite, moved, old))
 
 
 @full_precision()
@@ -139,7 +149,7 @@ def dampings(block: Block, recipe: Recipe, num_locations: float | None = None) -
     """λ_A and λ_G as tensors [*B]; |T| of this pass where given, else that of the first."""
     like = block.layer.weight
     pair = []
-    for value in recipe.split(block.group["damping"], balance(block, num_locations)):
+    for value in recipe.split(block.group["damping"], balance(block, recipe, num_locations)):
         if isinstance(value, Tensor):
             pair.append(value.to(working_dtype(like)))
         else:
@@ -148,7 +158,10 @@ def dampings(block: Block, recipe: Recipe, num_locations: float | None = None) -
     return pair[0], pair[1]
 
 
-def balance(block: Block, num_locations: float | None = None) -> Balance:
+def balance(block: Block, recipe: Recipe, num_locations: float | None = None) -> Balance:
     """What is known of the sizes of a layer's factors."""
     T = float(block.state["num_locations"]) if num_locations is None else num_locations
-    return Balance(T, block.state.get("trace_A"), block.state.get("trace_G"))
+    trace_A, trace_G = (block.state.get(key) for key in _TRACES)
+    if recipe.output_inverse.in_own_units and trace_A is not None:
+        trace_G = torch.ones_like(trace_A)
+    return Balance(T, trace_A, trace_G)

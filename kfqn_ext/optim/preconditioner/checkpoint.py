@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kfqn_ext.optim.groups.plan import Block, Plan, working_dtype
@@ -84,7 +83,7 @@ def _expected_state(p: Tensor, plan: Plan, recipe: Recipe) -> State:
     """What the state of a parameter can hold, as tensors without numbers, on the device "meta"."""
     layer, p = plan.layers.get(p), p.detach().to("meta")
     if layer is None:
-        return {"momentum": torch.empty_like(p, dtype=working_dtype(p))}
+        return blocks.empty_other(p, recipe)
     block = Block(replace(layer, weight=p), {"damping": 1.0}, {})
     with suppress(NotImplementedError):  # of a quantity of somebody's own, whose shapes are not known: the rest remains
         blocks.start_empty(block, recipe)

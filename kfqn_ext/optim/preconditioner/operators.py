@@ -16,6 +16,6 @@ def inverses(block: Block, recipe: Recipe) -> Inverses | None:
     return Inverses(
         H_A=SymmetricOperator((*outer, d_in, d_in), *like, lambda M: recipe.input_inverse.precondition(state, M.mT).mT),
         H_G=SymmetricOperator((*outer, d_out, d_out), *like, lambda M: recipe.output_inverse.precondition(state, M)),
-        dampings=recipe.split(block.group["damping"], blocks.balance(block)),
+        dampings=recipe.split(block.group["damping"], blocks.balance(block, recipe)),
         fisher=recipe.output_inverse.fisher,
     )

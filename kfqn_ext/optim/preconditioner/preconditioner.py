@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from kfqn_ext.linalg.power_iteration import start_vector
 from kfqn_ext.optim.groups.plan import Block
-from kfqn_ext.optim.inverses import Inverse, Measured, Seen
+from kfqn_ext.optim.inverses import Inverse, Measured, Seen, State
 from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.preconditioner import block as blocks
 from kfqn_ext.optim.preconditioner.normalized import NormalizedLayers
@@ -55,9 +56,18 @@ class Preconditioner:
         """The row of the table by which a layer is treated in this step."""
         return self.normalized.recipe_of(block.layer)
 
-    def probe(self, block: Block, a_bar: Tensor) -> Tensor | None:
+    def probe_A(self, state: State, a_bar: Tensor) -> Tensor | None:
         """The direction s in which A is looked at, [*B, d_in]; None for none."""
-        return self.recipe.input_inverse.probe(block.state, a_bar)
+        return self.recipe.input_inverse.probe(state, a_bar)
+
+    def probe_G(self, state: State, step: int) -> tuple[Tensor, Tensor] | None:
+        """Directions s in which Γ is looked at, [*B, d_out, k], and what is kept with Γ s; None for none."""
+        if "num_locations" not in state:
+            return None
+        M = state["momentum"]
+        u = state["u"] if "u" in state else start_vector(M.flatten(0, -2)[0], M.shape[:-2])
+        H_A_u = self.recipe.input_inverse.precondition(state, u.unsqueeze(-2)).mT
+        return self.recipe.output_inverse.probe(state, (M.to(H_A_u.dtype) @ H_A_u).squeeze(-1), step)
 
     # ------------------------------------------------------------------ making and learning
 

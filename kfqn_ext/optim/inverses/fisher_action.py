@@ -1,0 +1,76 @@
+"""H_G from products with this minibatch's Fisher factor Γ, as H_A is learned from products with A: in one pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kfqn_ext.extensions import FisherProduct, FisherProducts
+from kfqn_ext.linalg import bfgs_update_each_
+from kfqn_ext.linalg.padded import stack
+from kfqn_ext.optim.inverses.averages import check_decay
+from kfqn_ext.optim.inverses.base import Kinds, Measured, OutputInverse, Seen, State, count, start_count
+
+
+@dataclass(frozen=True)
+class FisherAction(OutputInverse):
+    """H_G by BFGS with y = Γ̂ s + ε s, where Γ̂ is Γ of this minibatch's own gradients in units of its mean eigenvalue.
+
+    ``eq_1`` for the other factor. These gradients vanish with the loss, and Γ with them; Γ̂ does not, and neither the
+    loss's scale nor a gradient scaler's is in it. It is not blind before BatchNorm: there Σ_t ∂h_t is zero, and
+    Σ_t ∂h_t ∂h_tᵀ is not.
+
+    The directions are s = H_G v, the first with H_G v the one in which the last step was longest, the others with v a
+    random combination of M's columns. As H_G⁻¹ s = v is known, y is averaged: y = β v + (1 - β) (Γ̂ s + ε s) makes
+    H_G⁻¹ s what a moving average of Γ̂ + ε I would have there.
+
+    Attributes:
+        decay: β.
+        num_random: How many directions are random; they depend on the step's number alone.
+    """
+
+    decay: float = 0.75
+    num_random: int = 3
+    first: ClassVar[Kinds] = (FisherProducts,)
+    in_own_units: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check β."""
+        check_decay(self.decay)
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        scale = (1.0 / (1.0 + damping)).to(like)
+        state["H_G"] = torch.diag_embed(scale.unsqueeze(-1).expand_as(like)).contiguous()
+        start_count(state, "pairs_seen_G", damping)
+
+    def probe(self, state: State, v: Tensor, step: int) -> tuple[Tensor, Tensor] | None:  # noqa: D102
+        M = state["momentum"]
+        generator = torch.Generator(M.device).manual_seed(step)
+        shape = (*M.shape[:-2], M.shape[-1], self.num_random)
+        # In float32 whatever M is: a generator has other numbers for each dtype.
+        random = torch.randn(shape, generator=generator, dtype=torch.float32, device=M.device)
+        V = torch.cat((v.unsqueeze(-1), M @ random.to(M.dtype)), dim=-1)
+        norms = torch.linalg.vector_norm(V, dim=-2, keepdim=True)
+        V = V / torch.where(norms > 0, norms, 1.0)
+        return state["H_G"] @ V, V
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        products = [measured[FisherProducts] for measured in seen.first]
+        trace = torch.stack([q.trace for q in products]).unsqueeze(-1)
+        known = seen.finite & torch.isfinite(trace) & (trace > 0)
+        inverses = [state["H_G"] for state in states]
+        S, Gamma_S, V = (stack(sides) for sides in zip(*[self._directions(q) for q in products], strict=True))
+        for s, Gamma_s, v in zip(S.unbind(-1), Gamma_S.unbind(-1), V.unbind(-1), strict=True):
+            y = torch.lerp(Gamma_s / torch.where(known, trace, 1.0) + damping.unsqueeze(-1) * s, v, self.decay)
+            kept = bfgs_update_each_(inverses, torch.where(known, s, 0.0), torch.where(known, y, 0.0))
+            tried = seen.finite & (v != 0).any(-1)
+            count(states, "pairs_seen_G", kept, torch.zeros_like(kept), tried & ~kept)
+
+    def _directions(self, q: FisherProduct) -> tuple[Tensor, Tensor, Tensor]:
+        """s, Γ s and v; empty pairs from a layer's first pass, in which it had no H_G to choose by."""
+        if q.kept is not None:
+            return q.s, q.Gamma_s, q.kept
+        empty = torch.zeros_like(q.s).expand(*q.s.shape[:-1], 1 + self.num_random)
+        return empty, empty, empty
