@@ -1,0 +1,179 @@
+"""The scores as Markdown tables, and performance profiles as a figure."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmarks.report import markdown, save
+from benchmarks.untuned import scores
+
+Results = dict[str, Any]
+Losses = dict[str, dict[str, float]]  # by optimizer, then by problem
+_LINES = 8  # more can't be told apart
+_WIDEST = 1e3  # of a profile
+_AHEAD = ("soap", "muon")
+_WITHIN = 1.3  # of the best of these
+
+
+def render(results: Results) -> str:
+    """All tables of a log."""
+    blocks = ["Small networks and few steps, to see that it runs."] if results["quick"] else []
+    for steps in results["lengths"]:
+        blocks += [
+            f"### {steps} steps",
+            "In all, by means over seeds. Ratios are of the losses themselves, also where these have a floor above 0.",
+            _counts(results, steps),
+            "Loss of the last ten minibatches: mean over seeds, and each seed.",
+            _table(results, steps, "losses", _with_seeds),
+            "The same of shorter runs, whose rate falls to zero in the seconds that tuned Adam takes for all steps.",
+            _table(results, steps, "in_seconds", _with_seeds),
+            "The same, when tuned Adam had used up its seconds.",
+            _table(results, steps, "at_seconds", _with_seeds),
+            "Loss on validation data at the end, mean over seeds.",
+            _table(results, steps, "valid", lambda values: short(scores.mean(values))),
+            "Settings that were tuned on the first seed; ◂ is an end of the grid.",
+            _settings(results, steps),
+        ]
+    return "\n\n".join([*blocks, *failures(results), cost(results), f"`{results['command']}`"])
+
+
+def _by_name(results: Results, steps: int) -> dict[str, dict[str, scores.Cell]]:
+    """Cells of a length by optimizer and problem."""
+    found: dict[str, dict[str, scores.Cell]] = {}
+    for cell in results["cells"]:
+        if cell["steps"] == steps:
+            found.setdefault(cell["optimizer"], {})[cell["problem"]] = cell
+    return found
+
+
+def losses(results: Results, steps: int, what: str) -> Losses:
+    """Means over seeds, of those that ran."""
+    return {
+        name: {problem: scores.mean(cell[what]) for problem, cell in row.items() if cell[what] is not None}
+        for name, row in _by_name(results, steps).items()
+    }
+
+
+def _table(results: Results, steps: int, what: str, text: Callable[[Sequence[float | None]], str]) -> str:
+    return _grid(results, steps, lambda cell: "" if cell[what] is None else text(cell[what]))
+
+
+def _settings(results: Results, steps: int) -> str:
+    def text(cell: scores.Cell) -> str:
+        return ", ".join(f"{value:g}" for value in cell["setting"].values()) + (" ◂" if cell["is_end"] else "")
+
+    return _grid(results, steps, text)
+
+
+def _grid(results: Results, steps: int, text: Callable[[scores.Cell], str]) -> str:
+    rows = [["", *results["problems"]]]
+    for name, row in _by_name(results, steps).items():
+        texts = [text(row[problem]) if problem in row else "" for problem in results["problems"]]
+        rows.append([results["optimizers"][name], *texts])
+    return markdown(rows)
+
+
+def _counts(results: Results, steps: int) -> str:
+    after, timed, shorter = (losses(results, steps, what) for what in ("losses", "at_seconds", "in_seconds"))
+    base = {scores.BASE: after[scores.BASE]} if scores.BASE in after else {}
+    cells = _by_name(results, steps)
+    head = ["", "better than tuned Adam", "in its seconds, cut", "in its seconds, shorter"]
+    rows = [[*head, "÷ best of SOAP and Muon: at most 1.3", "median", "largest", "seconds ÷ Adam's"]]
+    for name, title in results["optimizers"].items():
+        if name in cells:
+            counts = [_count(table, name) for table in (after, timed, {**shorter, **base})]
+            rows.append([title, *counts, *_ahead(after, name), _seconds(cells, name)])
+    return markdown(rows)
+
+
+def _count(table: Losses, name: str) -> str:
+    if name == scores.BASE or scores.BASE not in table or not table[name]:
+        return ""
+    wins, number = scores.better(table[name], table[scores.BASE])
+    return f"{wins} of {number}"
+
+
+def _ahead(table: Losses, name: str) -> tuple[str, str, str]:
+    found = scores.ratios(table[name], [table[other] for other in _AHEAD if other in table])
+    if not found:
+        return "", "", ""
+    return f"{sum(ratio <= _WITHIN for ratio in found)} of {len(found)}", short(median(found)), short(found[-1])
+
+
+def _seconds(cells: dict[str, dict[str, scores.Cell]], name: str) -> str:
+    base = cells.get(scores.BASE, {})
+    logs = [math.log(cell["seconds"] / base[key]["seconds"]) for key, cell in cells[name].items() if _runs(cell, base)]
+    return f"{math.exp(fmean(logs)):.1f}" if logs else ""
+
+
+def _runs(cell: scores.Cell, base: dict[str, scores.Cell]) -> bool:
+    """Whether all seeds of a cell ran to their end, and the base's."""
+    return all(math.isfinite(scores.mean(each["losses"])) for each in (cell, base.get(cell["problem"], {"losses": []})))
+
+
+def failures(results: Results) -> list[str]:
+    """What went wrong, and where."""
+    errors = dict.fromkeys((cell["optimizer"], cell["problem"], cell["error"]) for cell in results["cells"])
+    return [
+        f"{results['optimizers'][name]} on {problem}: {error}." for name, problem, error in errors if error is not None
+    ]
+
+
+def cost(results: Results) -> str:
+    """How many runs there were, and how long they took."""
+    number, steps, wall = (results["cost"][key] for key in ("runs", "seconds", "wall"))
+    return f"{number} runs took {wall / 60:.0f} minutes of one process each, {steps / 60:.0f} of them in steps."
+
+
+def _with_seeds(values: Sequence[float | None]) -> str:
+    if all(value is None for value in values):
+        return "fails"
+    each = ", ".join(short(math.inf if value is None else value) for value in values)
+    return f"{short(scores.mean(values))} ({each})" if len(values) > 1 else each
+
+
+def short(value: float) -> str:
+    """A loss or a ratio, to three digits."""
+    return f"{value:.3g}" if math.isfinite(value) else "∞"
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw performance profiles: the share of problems on which a loss is within a factor of the best one's."""
+    panels = [(steps, what) for steps in results["lengths"] for what in ("losses", "at_seconds")]
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.6 * len(panels) + 2.5, 3.6), squeeze=False, sharey=True)
+    shown = _shown(results)
+    colors = {name: f"C{number}" for number, name in enumerate(shown)}
+    for ax, (steps, what) in zip(axes[0], panels, strict=True):
+        table = losses(results, steps, what)
+        for name in shown:
+            if table.get(name):
+                _steps(ax, scores.profile(table, name), label=results["optimizers"][name], color=colors[name])
+        ax.set(xscale="log", xlim=(1, _WIDEST), ylim=(0, 1.03), xlabel="loss ÷ best loss")
+        ax.set_title(f"{steps} steps" if what == "losses" else f"in Adam's seconds of {steps} steps")
+        ax.grid(alpha=0.3)
+    axes[0][0].set_ylabel("share of problems")
+    lines = {line.get_label(): line for ax in axes[0] for line in ax.get_lines()}
+    axes[0][-1].legend(lines.values(), lines.keys(), loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+    save(figure, path)
+
+
+def _steps(ax: Any, factors: Sequence[float], **style: Any) -> None:
+    finite = [factor for factor in factors if math.isfinite(factor)]
+    shares = [(number + 1) / len(factors) for number in range(len(finite))]
+    ax.step([1, *finite, _WIDEST], [0, *shares, shares[-1] if shares else 0], where="post", **style)
+
+
+def _shown(results: Results) -> list[str]:
+    """The optimizers that lines are drawn of: those that are nearest to the best, where there are too many."""
+
+    def distance(name: str) -> float:
+        tables = [losses(results, steps, "losses") for steps in results["lengths"]]
+        factors = [factor for table in tables if name in table for factor in scores.profile(table, name)]
+        return fmean(math.log(min(factor, _WIDEST)) for factor in factors) if factors else math.inf
+
+    kept = sorted(results["optimizers"], key=distance)[:_LINES]
+    return [name for name in results["optimizers"] if name in kept]

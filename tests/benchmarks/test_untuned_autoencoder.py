@@ -1,0 +1,99 @@
+"""The study of the paper's autoencoder beside the benchmark without tuning."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.untuned import autoencoder, training
+from benchmarks.untuned.autoencoder import CHOSEN, one, small_problem
+from benchmarks.untuned.autoencoder_report import after, render, until
+from benchmarks.untuned.data import Source
+from benchmarks.untuned.log import Trial
+
+QUICK = Source(quick=True)
+CURVE = [(0, 0.0, 540.0), (1, 20.0, 60.0), (2, 40.0, 55.0), (3, 60.0, None)]
+
+
+def run(directory: Path, *more: str) -> tuple[dict, list[dict]]:
+    """The results of a quick run, and the lines of its log."""
+    names = {"--log": "log", "--json": "json", "--figure": "figure.png"}
+    files = [f"{option}={directory / name}" for option, name in names.items()]
+    autoencoder.main(["--quick", "--jobs", "1", *files, *more])
+    lines = (directory / "log").read_text().splitlines()
+    return json.loads((directory / "json").read_text()), [json.loads(line) for line in lines]
+
+
+def test_from_the_command_line_to_the_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    results, lines = run(tmp_path, "--seeds", "0", "1")
+    assert render(results) in capsys.readouterr().out
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert len(results["cells"]) == len(lines) == 2 * len(CHOSEN)
+    for cell in results["cells"]:
+        assert cell["error"] is None and [epoch for epoch, _, _ in cell["curve"]] == [0, 1, 2]
+        _, seconds, losses = zip(*cell["curve"], strict=True)
+        assert sorted(seconds) == list(seconds) and losses[2] < losses[1] < losses[0]
+    assert len({(cell["seed"], cell["curve"][0][2]) for cell in results["cells"]}) == 2  # the same parameters
+
+
+def test_only_what_is_missing_runs_again(tmp_path: Path) -> None:
+    _, before = run(tmp_path)
+    (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in before[1:]))
+    _, lines = run(tmp_path)
+    assert lines[:-1] == before[1:] and lines[-1]["optimizer"] == before[0]["optimizer"]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_papers_rate_is_constant_and_others_fall_to_zero(name: str) -> None:
+    problem, entry = small_problem("digits"), CHOSEN[name]
+    optimizers = entry.build(problem.build(), **entry.grid[0])
+    trial = Trial("digits", name, entry.grid[0], 8, 0)
+    _, rate = autoencoder._start(trial, problem, problem.data(QUICK), optimizers)
+    assert [rate(0), rate(4), rate(8)] == pytest.approx([1, 1, 1] if name == "kbfgs-paper" else [1, 0.5, 0])
+    assert bool(optimizers[0].state) == (name == "kbfgs-paper")  # it starts from the curvature of all data
+
+
+def test_the_papers_values() -> None:
+    entry = CHOSEN["kbfgs-paper"]
+    (optimizer,) = entry.build(small_problem("digits").build(), **entry.grid[0])
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["damping"], group["curvature_update_freq"]) == (0.03, 0.3, 1)
+
+
+def test_an_epoch_is_all_of_its_minibatches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, events = small_problem("digits"), []
+
+    def descend(*arguments: object) -> Iterator[tuple[float, float]]:
+        for step in training.descend(*arguments):
+            events.append("step")
+            yield step
+
+    monkeypatch.setattr(autoencoder, "descend", descend)
+    monkeypatch.setattr(autoencoder, "mean_loss", lambda *_: events.append("loss") or 1.0)
+    assert len(problem.data(QUICK).train) == autoencoder._IMAGES["digits"]
+    assert (small_problem("mnist").batch_size, autoencoder._IMAGES["mnist"]) == (1000, 60_000)
+    _, (line,) = run(tmp_path, "--optimizers", "onepass")
+    epoch = 1797 // problem.batch_size
+    assert events == ["loss", *2 * [*epoch * ["step"], "loss"]] and line["steps"] == 2 * epoch
+
+
+def test_training_ends_where_the_loss_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoencoder, "mean_loss", lambda *_: next(losses))
+    losses = iter([5.0, float("nan")])
+    found = one(Trial("digits", "kbfgs", {}, 4 * 8, 0), QUICK)
+    assert [loss for _, _, loss in found["curve"]] == [5.0, None] and found["error"] is None
+
+
+def test_what_breaks_off_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> float:
+        raise ArithmeticError("no")
+
+    monkeypatch.setattr(autoencoder, "mean_loss", fail)
+    found = one(Trial("digits", "kbfgs", {}, 8, 0), QUICK)
+    assert found["error"] == "ArithmeticError: no" and found["curve"] == [] and found["seconds"] == 0
+
+
+def test_losses_after_epochs_and_epochs_until_losses() -> None:
+    assert [after(CURVE, epoch) for epoch in (0, 2, 3, 9)] == ["540.00", "55.00", "∞", "∞"]
+    assert [until(CURVE, target) for target in (60, 56, 54)] == ["1 (20 s)", "2 (40 s)", "–"]
