@@ -280,7 +280,7 @@ def varied(*without: str, names: Sequence[str] = tuple(FAMILY)) -> list[Any]:
     An option has to do with the step and its passes, hardly with what a cell of the recipe learns: a row that repeats
     its pass and one that samples will do, one that sets lengths, and others with an option are slow.
     """
-    quick = firsts(lambda member: (member.samples, member.sets_length))
+    quick = {*firsts(lambda member: member.samples), *firsts(lambda member: member.sets_length)}
     found = [pytest.param(name, "plain") for name in names]
     for option in [option for option in OPTIONS if option not in ("plain", *without)]:
         for name in [name for name in names if FAMILY[name].takes(*OPTIONS[option])]:
