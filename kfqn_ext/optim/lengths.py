@@ -80,7 +80,8 @@ class Spectral(StepLength):
     """‖ΔW‖₂ = α max(1, √(d_out / d_in)): how far a layer's outputs move does not depend on its width.
 
     From Yang, Simon and Bernstein, "A Spectral Condition for Feature Learning" (2023), with the maximum that
-    ``torch.optim.Muon`` has. A power iteration that goes on from step to step finds ‖P‖₂: two products with a vector.
+    ``torch.optim.Muon`` has. A power iteration that goes on from step to step estimates ‖P‖₂: two products with a
+    vector. The estimate is never above ‖P‖₂. While P changes fast it may be well below, and the step as much longer.
     """
 
     def start(self, state: State, like: Tensor) -> None:  # noqa: D102

@@ -620,7 +620,8 @@ class KroneckerOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         """Describe the hyperparameters and the treatment of every parameter."""
-        return render(type(self).__name__, self.param_groups, self._planned.treatments)
+        other = self.recipe.others.title
+        return render(type(self).__name__, self.param_groups, self._planned.treatments, other)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ class Other:
 
 class Others:
     """A rule for such parameters, without state of its own."""
+
+    title: ClassVar[str]
+    """What ``repr(optimizer)`` calls their treatment."""
 
     def start(self, state: State, like: Tensor) -> None:
         """Make what the rule keeps of a parameter; ``like`` is an M, shaped like it."""
@@ -72,6 +75,7 @@ class Momentum(Others):
     """
 
     rate_of: Callable[[Rate, float], Rate] = over_damping
+    title: ClassVar[str] = "momentum"
 
     def directions(self, others: Sequence[Other], group: Mapping[str, Any], gate: Gate) -> Sequence[Tensor]:  # noqa: D102
         return [other.momentum for other in others]
@@ -95,6 +99,7 @@ class AdamW(Others):
     ratio: float = 0.1
     beta2: float = 0.999
     eps: float = 1e-8
+    title: ClassVar[str] = "AdamW"
 
     def start(self, state: State, like: Tensor) -> None:  # noqa: D102
         state["exp_avg_sq"] = torch.zeros_like(like, memory_format=torch.preserve_format)

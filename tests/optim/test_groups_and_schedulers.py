@@ -253,9 +253,13 @@ def test_repr_says_which_parameter_gets_which_treatment_and_why(name: str) -> No
         and "2 × [19²]" in lines["conv.weight"]
     )
     assert "Kronecker" in lines["conv.bias"] and "Kronecker" in lines["linear.weight"]
-    assert "momentum" in lines["norm.weight"] and "BatchNorm2d" in lines["norm.weight"]
+    assert optimizer.recipe.others.title in lines["norm.weight"] and "BatchNorm2d" in lines["norm.weight"]
     normed = [line for of, line in lines.items() if of.startswith("normed")]
-    assert len(normed) == 3 and all("momentum" in line for line in normed) and "parametrized" in lines["normed.bias"]
+    assert (
+        len(normed) == 3
+        and all(optimizer.recipe.others.title in line for line in normed)
+        and "parametrized" in lines["normed.bias"]
+    )
 
 
 def test_tied_weights_take_the_momentum_direction() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import Minibatch
+from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
 from tests.cases import assert_close
 from tests.optim.family import FAMILY, Member, rows
 
@@ -127,3 +127,10 @@ def test_layers_with_curvature_keep_no_second_moment(name: str) -> None:
         optimizer.step(batch(model, k))
     kept = {p for p, state in optimizer.state.items() if "exp_avg_sq" in state}
     assert kept == set(others(model))
+
+
+@pytest.mark.parametrize(("build", "title"), [(OnePassKBFGS, "AdamW"), (KBFGS.as_printed, "momentum")])
+def test_the_table_of_treatments_names_the_rule(build: Any, title: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    rows = {line.split()[0]: line.split()[2] for line in repr(build(model)).splitlines()[3:-1]}
+    assert rows["1.weight"] == rows["1.bias"] == title and rows["0.weight"] == "Kronecker"

@@ -70,7 +70,7 @@ def works(
     assert layers is None or len(measured) == layers, measured
     optimizer = KBFGS(model, lr=1e-3, damping=1.0, curvature_update_freq=1)
     got = treatments(optimizer)
-    assert {name for name, t in got.items() if t == "momentum"} == set(momentum)
+    assert {name for name, t in got.items() if t == "other"} == set(momentum)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -205,7 +205,7 @@ def old_weight_norm() -> None:
             net = nn.Sequential(wrap(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3)).double()
         extend(net)
         optimizer = KBFGS(net, lr=0.01, damping=1.0, curvature_update_freq=1)
-        assert all((t == "momentum") == name.startswith("0.") for name, t in treatments(optimizer).items())
+        assert all((t == "other") == name.startswith("0.") for name, t in treatments(optimizer).items())
         before = copy.deepcopy(net.state_dict())
         for _ in range(2):
             optimizer.step(Minibatch(net, lambda output, _: scalar(output), torch.randn(6, 5, dtype=F64), None))

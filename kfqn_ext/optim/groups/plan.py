@@ -48,6 +48,10 @@ class Block:
     state: dict[str, Tensor]
 
 
+OTHER = "other"
+"""Treatment of parameters without a Kronecker block; a recipe's rule for them has a name of its own."""
+
+
 @dataclass(frozen=True)
 class Treatment:
     """A line of the table of treatments."""
@@ -173,4 +177,4 @@ def _treatment(
     if p in covered:
         return Treatment(name, shape, "Kronecker", "last column of its layer's W")
     owner = model.get_submodule(name.rpartition(".")[0])
-    return Treatment(name, shape, "momentum", reasons.get(p, f"{type(owner).__name__} is not of the form h = W a"))
+    return Treatment(name, shape, OTHER, reasons.get(p, f"{type(owner).__name__} is not of the form h = W a"))
