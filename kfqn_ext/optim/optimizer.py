@@ -598,7 +598,7 @@ class KroneckerOptimizer(Optimizer):
     def _remark_on_damping(self, group: dict[str, Any]) -> None:
         """Warn of a damping that is a λ of the paper's, where ε is meant."""
         if is_relative(self.recipe.split) and group["damping"] > LARGE_EPSILON:
-            name = type(self).__name__
+            name = type(self).__name__ if hasattr(self, "recipe_as_printed") else "KBFGS"
             self._warn_once(
                 f"damping={group['damping']} counts in units of each factor's mean eigenvalue here, so that next to "
                 f"nothing is left of the curvature; 0.3 is usual. If it is λ of the paper, in units of the loss, build "

@@ -1,7 +1,12 @@
 """What docs/untuned.md says is what its logs in results/ say."""
 
 import json
+import math
+import re
+from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -30,3 +35,58 @@ def block(part: str) -> str:
 @pytest.mark.parametrize("part", PARTS)
 def test_tables_are_those_of_the_logs(part: str) -> None:
     assert block(part) == PARTS[part](json.loads(LOGS[part].read_text()))
+
+
+# ------------------------------------------------------------------ the answer above the tables
+
+WORDS = " ".join(PAGE.split())
+SETS = [json.loads(LOGS[part].read_text()) for part in ("choice", "held-out")]
+
+
+def found(results: dict[str, Any], optimizer: str, steps: int, what: str = "losses") -> dict[str, list[float]]:
+    """Losses of all seeds by problem, infinite where a run failed."""
+    cells = [c for c in results["cells"] if (c["optimizer"], c["steps"]) == (optimizer, steps) and c[what]]
+    return {c["problem"]: [math.inf if value is None else value for value in c[what]] for c in cells}
+
+
+def count(steps: int, holds: Callable[[dict[str, Any], str, list[float]], bool], what: str = "losses") -> str:
+    """On how many problems of both sets something holds for the one-pass row, and of how many."""
+    each = [holds(results, p, own) for results in SETS for p, own in found(results, "onepass", steps, what).items()]
+    return f"{sum(each)} of {len(each)}"
+
+
+@pytest.mark.parametrize("steps", [200, 800])
+def test_on_how_many_it_is_lower_than_adam_with_each_seed(steps: int) -> None:
+    def lower(results: dict[str, Any], problem: str, own: list[float]) -> bool:
+        adam = found(results, "adam", steps)[problem]
+        return all(a < b for a, b in zip(own, adam, strict=True))
+
+    assert f"on {count(steps, lower)}, with each of three seeds, after 200 and after 800 steps" in WORDS
+
+
+def test_on_how_many_it_is_near_the_better_of_soap_and_muon() -> None:
+    def near(steps: int) -> str:
+        def holds(results: dict[str, Any], problem: str, own: list[float]) -> bool:
+            best = min(fmean(found(results, name, steps)[problem]) for name in ("soap", "muon"))
+            return fmean(own) <= 1.3 * best
+
+        return count(steps, holds)
+
+    assert f"at most 1.3 times theirs on {near(200)} after 200 steps" in WORDS
+    assert f"After 800 steps it is so on {near(800)}:" in WORDS
+
+
+def test_on_how_many_it_is_better_in_the_same_seconds() -> None:
+    def better(steps: int) -> str:
+        def holds(results: dict[str, Any], problem: str, own: list[float]) -> bool:
+            return fmean(own) < fmean(found(results, "adam", steps)[problem])
+
+        return count(steps, holds, "in_seconds")
+
+    assert f"with a rate that falls to zero in these, it is better on {better(800)}" in WORDS
+    assert f"In those of 200 steps it is better on {better(200)}" in WORDS
+
+
+def test_nothing_diverged_at_other_rates() -> None:
+    rows = [line for line in block("robust").splitlines() if line.startswith("| K-BFGS, one pass |")]
+    assert len(rows) == 1 and re.findall(r"(\d+) of (\d+)", rows[0]) == [("0", "84")] * 3 + [("0", "21")]
