@@ -90,3 +90,20 @@ def test_on_how_many_it_is_better_in_the_same_seconds() -> None:
 def test_nothing_diverged_at_other_rates() -> None:
     rows = [line for line in block("robust").splitlines() if line.startswith("| K-BFGS, one pass |")]
     assert len(rows) == 1 and re.findall(r"(\d+) of (\d+)", rows[0]) == [("0", "84")] * 3 + [("0", "21")]
+
+
+def test_what_a_step_takes() -> None:
+    (problem,) = json.loads((ROOT / "results/untuned-step.jsonl").read_text())["problems"].values()
+    times = {row["row"]: f"{row['time']:.2f}" for row in problem["rows"]}
+    own, adamw = times["one-pass K-BFGS without tuning, T = 20"], times["AdamW"]
+    assert f"On a ResNet32 its step takes {own} times SGD-m's, and AdamW's {adamw} times" in WORDS
+    seconds = [  # in multiples of Adam's, geometric means over the problems of a set and a length
+        math.exp(fmean(math.log(cell["seconds"] / adam[cell["problem"]]) for cell in cells))
+        for results in SETS
+        for steps in (200, 800)
+        for adam in [
+            {c["problem"]: c["seconds"] for c in results["cells"] if (c["optimizer"], c["steps"]) == ("adam", steps)}
+        ]
+        for cells in [[c for c in results["cells"] if (c["optimizer"], c["steps"]) == ("onepass", steps)]]
+    ]
+    assert f"its step takes {min(seconds):.0f} to {max(seconds):.1f} times Adam's seconds" in WORDS
