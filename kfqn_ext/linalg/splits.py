@@ -91,6 +91,15 @@ def is_relative(split: Split) -> bool:
     return getattr(split, "__wrapped__", split) is relative
 
 
+def known_trace(trace: Tensor) -> Tensor:
+    """A factor's mean eigenvalue; 1 where it is so small that neither a product nor an inverse stays in the range.
+
+    Behind a layer of zeros the first gradients are zero; an H_G that started from their trace would dwarf whatever
+    comes.
+    """
+    return torch.where(trace > torch.finfo(trace.dtype).tiny ** 0.5, trace, 1.0)
+
+
 @needs_traces
 def relative(damping: float, balance: Balance) -> tuple[float | Tensor, float | Tensor]:
     """λ_A = ε tr(A) / d_in and λ_G = ε tr(Γ) / d_out, with ε the damping: in units of each factor's mean eigenvalue.
@@ -99,11 +108,7 @@ def relative(damping: float, balance: Balance) -> tuple[float | Tensor, float | 
     K-BFGS inverts a Hessian, in units of the loss, and Γ of the data's targets has their square: there the loss's unit
     matters a little. λ_A λ_G is no λ of the paper's.
     """
-    trace_A, trace_G = balance.traces
-    # So small that neither a product nor an inverse leaves the range, a factor counts as not known. Behind a layer of
-    # zeros the first gradients are zero; an H_G that started from their trace would dwarf whatever comes.
-    tiny = torch.finfo(trace_A.dtype).tiny ** 0.5
-    known_A, known_G = (torch.where(trace > tiny, trace, 1.0) for trace in (trace_A, trace_G))
+    known_A, known_G = (known_trace(trace) for trace in balance.traces)
     return damping * known_A, damping * known_G
 
 

@@ -8,7 +8,7 @@ from typing_extensions import Self, Unpack
 
 from kfqn_ext.optim.groups.hyperparameters import Shared, shows_all_keywords
 from kfqn_ext.optim.groups.schedules import BURN_IN, QUICK_BURN_IN, Schedule
-from kfqn_ext.optim.inverses import HessianAction, SecantBFGS, SecantLBFGS, StepHessianAction
+from kfqn_ext.optim.inverses import HessianAction, LargestTrace, SecantBFGS, SecantLBFGS, StepHessianAction
 from kfqn_ext.optim.optimizer import KroneckerOptimizer
 from kfqn_ext.optim.recipe import Recipe, untuned
 
@@ -22,8 +22,8 @@ class KBFGS(KroneckerOptimizer):
     this minibatch's A, H_G from the changes of h̄ and ∂h̄ that a step makes.
 
     The default needs no tuning: the lengths of steps are set, the damping is relative (:func:`untuned
-    <kfqn_ext.optim.recipe.untuned>`), and H_A learns along one more direction. :meth:`as_printed` is ``algo_8`` to the
-    letter.
+    <kfqn_ext.optim.recipe.untuned>`), H_A learns along one more direction, and H_G counts in a unit that grows with the
+    gradients. :meth:`as_printed` is ``algo_8`` to the letter.
 
     Example:
         >>> import torch
@@ -35,7 +35,7 @@ class KBFGS(KroneckerOptimizer):
     """
 
     recipe_as_printed = Recipe(HessianAction(), SecantBFGS())
-    recipe = untuned(replace(recipe_as_printed, input_inverse=StepHessianAction()))
+    recipe = untuned(Recipe(StepHessianAction(), SecantBFGS(unit=LargestTrace())))
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class KBFGSL(KroneckerOptimizer):
     """
 
     recipe_as_printed = replace(KBFGS.recipe_as_printed, output_inverse=SecantLBFGS())
-    recipe = replace(KBFGS.recipe, output_inverse=SecantLBFGS())
+    recipe = replace(KBFGS.recipe, output_inverse=SecantLBFGS(unit=LargestTrace()))
 
     def __init__(
         self,

@@ -84,11 +84,8 @@ def headless(size: float) -> nn.Module:
     return model
 
 
-# An H_G of secant pairs starts from I / λ_G, and a λ_G of such gradients is small for good.
-SMALL = [(name, 1e-4) for name in FORMS if FAMILY[name].sets_length and not FAMILY[name].secant_G]
-
-
-@pytest.mark.parametrize(("name", "size"), [*((name, 0.0) for name in FORMS if FAMILY[name].sets_length), *SMALL])
+@pytest.mark.parametrize("size", [0.0, 1e-4, 1e-2])
+@pytest.mark.parametrize("name", [name for name in FORMS if FAMILY[name].sets_length])
 def test_layers_without_a_gradient_at_first_learn_later(name: str, size: float) -> None:
     losses = train(FAMILY[name].build, partial(headless, size), F.cross_entropy, False, steps=80, size=128)
     assert losses.isfinite().all()

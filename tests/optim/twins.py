@@ -81,7 +81,7 @@ class TraceSplit(ref.ReferenceKBFGS):
 class UntunedKBFGS(Untuned, TraceSplit):
     """K-BFGS with λ_A and λ_G in units of each factor's mean eigenvalue, and a second pair for H_A, y = A u + λ_A u.
 
-    u is the direction of inputs in which the step before was longest.
+    u is the direction of inputs in which the step before was longest. H_G counts in units of the largest tr(Γ) so far.
     """
 
     def split_damping(self, st: Any) -> None:
@@ -91,6 +91,19 @@ class UntunedKBFGS(Untuned, TraceSplit):
         super().update_H_A(st, layer)
         y = torch.einsum("...ij,...j->...i", layer.A, st.u) + st.lambda_A[..., None] * st.u
         st.H_A = ref.bfgs(st.H_A, st.u, y)
+
+    def initial(self, layer: ref.Layer, A: Tensor) -> ref.LayerState:
+        st: Any = super().initial(layer, A)
+        st.largest = st.power_G
+        return st
+
+    def update_H_G(self, st: Any, first: ref.Layer, second: ref.Layer) -> None:
+        before, st.largest = st.largest, torch.maximum(st.largest, st.power_G)
+        growth = (st.largest / before)[..., None]
+        st.H_G = st.H_G / growth[..., None]
+        if self.memory is not None:
+            st.pairs = [(s, growth * y) for s, y in st.pairs]
+        super().update_H_G(st, first, second)
 
 
 def fisher_directions(M: Tensor, H_A: Tensor, H_G: Tensor, u: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:

@@ -11,6 +11,7 @@ from kfqn_ext.optim.inverses.hessian_action import (
 )
 from kfqn_ext.optim.inverses.scaled_identity import ScaledIdentity
 from kfqn_ext.optim.inverses.secant import SecantBFGS, SecantLBFGS
+from kfqn_ext.optim.inverses.unit import LargestTrace, LossUnit
 
 __all__ = [
     "BatchInverse",
@@ -20,6 +21,8 @@ __all__ = [
     "HessianActionLBFGS",
     "InputInverse",
     "Inverse",
+    "LargestTrace",
+    "LossUnit",
     "Measured",
     "MovingHessianAction",
     "OmegaInverse",

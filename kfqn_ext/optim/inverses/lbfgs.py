@@ -32,6 +32,22 @@ def start_pairs(state: State, which: str, like: Tensor, history_size: int, gamma
     _form([state], which)
 
 
+def divide(states: Sequence[State], which: str, factor: Tensor) -> None:
+    """H ← H / c, with the pairs and γ that it is made from; c: [L, *B]."""
+    for state, c in zip(states, factor[..., None, None], strict=True):
+        S, Y = state[f"pairs_{which}"].chunk(2, dim=-2)
+        p = S.shape[-2]
+        state[f"pairs_{which}"] = torch.cat((S / c.sqrt(), Y * c.sqrt()), dim=-2)
+        state[f"gamma_{which}"].div_(c[..., 0, 0])
+        H = state.get(f"H_{which}")
+        if H is not None:
+            H.div_(c)
+        else:  # of K's blocks only those beside the diagonal have a unit
+            K = state[f"K_{which}"]
+            K[..., :p, p:].div_(c)
+            K[..., p:, :p].div_(c)
+
+
 def update_pairs(states: Sequence[State], which: str, s: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
     """Append each layer's pair where it is usable, on top of γI; return where, bool [L, *B]."""
     s, y, kept = unit_pair(s, y, gamma.to(s).unsqueeze(-1))

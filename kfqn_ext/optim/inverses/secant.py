@@ -22,8 +22,9 @@ from kfqn_ext.optim.inverses.base import (
     start_count,
     write,
 )
-from kfqn_ext.optim.inverses.lbfgs import check_history_size, start_pairs, times_pairs, update_pairs
+from kfqn_ext.optim.inverses.lbfgs import check_history_size, divide, start_pairs, times_pairs, update_pairs
 from kfqn_ext.optim.inverses.scaled_identity import ScaledIdentity, inverse_damping
+from kfqn_ext.optim.inverses.unit import LossUnit, Unit
 
 PairDamping = Callable[[Tensor, Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]
 
@@ -37,12 +38,14 @@ class Secant(OutputInverse):
         initial: λ_G ↦ scale of H_G⁰.
         mu1: μ₁ of Powell's damping.
         decay: β of the moving averages.
+        unit: What H_G counts in.
     """
 
     pair_damping: PairDamping = powell_lm
     initial: Callable[[Tensor], Tensor] = inverse_damping
     mu1: float = 0.2
     decay: float = 0.9
+    unit: Unit = LossUnit()
     first: ClassVar[Kinds] = (KBFGSQuantities,)
     second: ClassVar[Kinds] = (KBFGSQuantities,)
 
@@ -55,6 +58,12 @@ class Secant(OutputInverse):
 
     def where_shifts_are_removed(self) -> OutputInverse:  # noqa: D102
         return ScaledIdentity(self.initial)
+
+    def _start_pairs(self, state: State, like: Tensor, damping: Tensor) -> None:
+        """Make what both forms keep beside H_G; ``like``: [*B, d_out]."""
+        state["s_G"], state["y_G"] = torch.zeros_like(like), torch.zeros_like(like)
+        start_count(state, "pairs_seen_G", damping)
+        self.unit.start(state)
 
     def _damped_pairs(self, states: Sequence[State], seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(s̃, ỹ), empty where this step brought no news, and where Powell's damping changed s; bool [L, *B]."""
@@ -100,10 +109,13 @@ class SecantBFGS(Secant):
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         state["H_G"] = torch.diag_embed(self.initial(damping).unsqueeze(-1).expand_as(like)).contiguous()
-        state["s_G"], state["y_G"] = torch.zeros_like(like), torch.zeros_like(like)
-        start_count(state, "pairs_seen_G", damping)
+        self._start_pairs(state, like, damping)
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        growth = self.unit.growth(states)
+        if growth is not None:
+            for state, factor in zip(states, growth, strict=True):
+                state["H_G"].div_(factor[..., None, None])
         s, y, damped = self._damped_pairs(states, seen, damping)
         kept = bfgs_update_each_([state["H_G"] for state in states], s, y)
         count(states, "pairs_seen_G", kept, kept & damped, ~kept & seen.finite)
@@ -126,10 +138,12 @@ class SecantLBFGS(Secant):
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         start_pairs(state, "G", like, self.history_size, self.initial(damping))
-        state["s_G"], state["y_G"] = torch.zeros_like(like), torch.zeros_like(like)
-        start_count(state, "pairs_seen_G", damping)
+        self._start_pairs(state, like, damping)
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        growth = self.unit.growth(states)
+        if growth is not None:
+            divide(states, "G", growth)
         s, y, damped = self._damped_pairs(states, seen, damping)
         kept = update_pairs(states, "G", s, y, self.initial(damping))
         count(states, "pairs_seen_G", kept, kept & damped, ~kept & seen.finite)
