@@ -89,6 +89,11 @@ def base_of(t: Tensor) -> Tensor | None:
     return t._base if t._is_view() else None
 
 
+def version_of(t: Tensor) -> int:
+    """How often a tensor was written to in place; 0 for those of inference mode, of which torch keeps no count."""
+    return 0 if t.is_inference() else t._version
+
+
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to whatever is not a tuple, list or dict in nested tuples, lists and dicts."""
     return _pytree.tree_map(function, tree)

@@ -104,6 +104,21 @@ def input_gradients_only(model: nn.Module, layers: Iterable[nn.Module] | None = 
             p.requires_grad_(True)
 
 
+Reader = Callable[[nn.Module, Tensor], None]
+"""Takes note of a layer's call and of its input, in the forward pass."""
+_readers: list[Reader] = []
+
+
+@contextmanager
+def read_inputs(reader: Reader) -> Iterator[None]:
+    """Show a function every call of an extended layer in the body, whether or not gradients are enabled."""
+    _readers.append(reader)
+    try:
+        yield
+    finally:
+        _readers.remove(reader)
+
+
 Listener = Callable[[nn.Module], Sequence[LayerExtension[Any]]]
 """Says, while a layer's gradient arrives, which extensions are to measure it beside those of ``backpack(...)``."""
 _listeners: WeakKeyDictionary[nn.Module, list[WeakMethod[Listener]]] = WeakKeyDictionary()
@@ -142,10 +157,12 @@ class _Kept(torch.autograd.Function):
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, where a traced hook would vanish without a word
 def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
     """Forward hook: have the active extensions run once the gradient of this output is known."""
-    if not (disable.should_store_io() and torch.is_grad_enabled() and isinstance(output, Tensor)):
+    if not (disable.should_store_io() and isinstance(output, Tensor)) or is_transformed() or is_traced():
+        return None  # disabled; no layer's output; computations that go on, and one that is written down
+    for reader in _readers:
+        reader(module, layer_input(args, kwargs))
+    if not torch.is_grad_enabled():
         return None
-    if is_transformed() or is_traced():
-        return None  # computations that go on, and one that is written down
     if module.__dict__.get("_backpack_extend", False):
         return None  # BackPACK's own hook serves this module
     if is_replica(module):

@@ -26,7 +26,7 @@ from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
 from kfqn_ext.optim.passes.passes import Passes
-from kfqn_ext.optim.passes.replay import left_as_it_was
+from kfqn_ext.optim.passes.snapshot import left_as_it_was
 from kfqn_ext.optim.preconditioner import checkpoint
 from kfqn_ext.optim.preconditioner.block import empty_other, is_empty, is_started, start_empty
 from kfqn_ext.optim.preconditioner.diagnostics import LayerDiagnostics, diagnose
@@ -37,6 +37,8 @@ from kfqn_ext.optim.recipe import Recipe, SecondPass
 
 Closure = Callable[[], Tensor]
 _NEVER_RAN = "A second pass was due and never ran: curvature was not updated. See second_pass_due."
+# What a closure raises that looks at gradients, which a second pass does without as long as it can.
+_NO_GRADIENT = (AttributeError, TypeError, AssertionError, ValueError, RuntimeError)
 
 
 @dataclass(eq=False)
@@ -212,7 +214,7 @@ class KroneckerOptimizer(Optimizer):
                 return self._step_with(closure)
             self._take_heard()
             self._advance()
-        except Exception:
+        except BaseException:  # Ctrl-C among them
             self._iteration = None  # a minibatch that failed is not waiting for its step
             raise
         return None
@@ -231,7 +233,10 @@ class KroneckerOptimizer(Optimizer):
         """Run the first pass. Where one pass tells all, it may be the last of several: a trainer runs them itself."""
         if self.recipe.second_pass is not SecondPass.NONE:
             with self.first_pass():
-                return closure()
+                loss = closure()
+            assert self._iteration is not None
+            checks.own_forward_pass(self._iteration.first)
+            return loss
         gradients = GradientWatch(p for group in self.param_groups for p in group["params"])
         loss = closure()
         checks.first_pass(self._passes.listening.measurement(self._begin_listening), gradients)
@@ -283,7 +288,7 @@ class KroneckerOptimizer(Optimizer):
         learner = self._preconditioner
         if it.normalizers is not None:
             learner.normalized.settle(due, it.normalizers, it.first, finite)
-        comparable = self._passes.fraction <= it.fraction  # the first pass may have drawn random numbers for a part
+        comparable = self._passes.can_compare(it.fraction)
         due = [b for b in due if comparable and learner.reached(b, it.first)]
         it.due = [b.layer for b in due if learner.recipe_of(b).second]
         learner.learn([b for b in due if b.layer not in it.due], it.first, Results(), finite, it.k)
@@ -374,12 +379,13 @@ class KroneckerOptimizer(Optimizer):
             self._warn_once(_NEVER_RAN)
         self._iteration = None
         self._apply_schedules()
-        self._preconditioner.normalized.begin()
 
     def _trained(self) -> tuple[list[Block], list[Block], list[Block]]:
         """Layers whose weight is trained; of these, those that are to learn, and those without curvature."""
         trained = [b for b in self._blocks() if b.layer.weight.requires_grad]
-        return trained, [b for b in trained if is_due(b)], [b for b in trained if not is_started(b)]
+        due = [b for b in trained if is_due(b)]
+        self._preconditioner.normalized.begin(bool(due))
+        return trained, due, [b for b in trained if not is_started(b)]
 
     def _probe_A(self, module: nn.Module, a_bar: Tensor) -> Tensor | None:
         weight: Any = module.weight
@@ -461,11 +467,11 @@ class KroneckerOptimizer(Optimizer):
         with torch.no_grad():  # .grad may have been cleared since the step
             finite = self._finite(self._grad_norms(), it) if it.finite is None else it.finite
         wanted = self._preconditioner.wanted_second(self._blocks(layers))
-        with self._passes.second(wanted, layers, loss_scale) as second:
+        with self._passes.second(wanted, layers, it.first, loss_scale) as second:
             yield
         with torch.no_grad():
             self._bad_second_passes.note(second.not_finite().to(finite.device) & finite)
-            self._learn_from_both(self._blocks(layers), it, second, finite)
+            self._learn_from_both(self._blocks(layers), it, second, finite & second.same_data.to(finite.device))
 
     def _learn_from_both(self, due: Sequence[Block], it: Iteration, second: Results, finite: Tensor) -> None:
         started = [b for b in due if is_started(b)]
@@ -486,20 +492,29 @@ class KroneckerOptimizer(Optimizer):
 
     def _repeat(self, closure: Any) -> None:
         """Run the second pass with a closure, where it is due."""
-        if not self.second_pass_due or self._iteration is None:
+        it = self._iteration
+        if it is None or not it.due:
             return
         # From the global random numbers, so that a resumed run samples as the uninterrupted one; the pass itself
         # replays those of the first.
         seed = int(torch.randint(2**62, (), device="cpu")) if self.recipe.second_pass.sampled else 0
-        fraction = self._iteration.fraction
-        part = closure if fraction == 1 else closure.fraction(fraction)
+        part = closure if it.fraction == 1 else closure.fraction(it.fraction)
+        due = it.due
+        try:
+            self._repeat_once(part, seed)
+        except _NO_GRADIENT:
+            with self._passes.with_gradients():
+                self._iteration, it.due = it, due
+                self._repeat_once(part, seed)
+
+    def _repeat_once(self, closure: Any, seed: int) -> None:
         loss_fn = getattr(closure, "loss_fn", None)  # its own parameters, where it has any, are another optimizer's
         loss_alone = left_as_it_was(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext()
         with torch.enable_grad(), self.second_pass(), loss_alone:
             if self.recipe.second_pass.sampled:
-                part.sampled(seed)
+                closure.sampled(seed)
             else:
-                part()
+                closure()
 
     def warm_start(self, loader: Any, forward: Callable[[Any], Any] | None = None, progress: bool = True) -> None:
         """Make the initial curvature from a whole data set, as ``sec_18`` does; without it, from the first minibatch.

@@ -15,6 +15,7 @@ from kfqn_ext.extensions import KBFGSQuantities, extend
 from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, KroneckerOptimizer, Minibatch
 from kfqn_ext.optim.inverses import ScaledIdentity
 from kfqn_ext.optim.preconditioner import block as blocks
+from kfqn_ext.optim.preconditioner import normalized
 from kfqn_ext.optim.recipe import SecondPass
 from tests.optim.family import FAMILY, Member, rows
 from tests.optim.test_torchvision_models import MODELS, NarrowResNet, vgg11_bn
@@ -150,8 +151,8 @@ def test_nothing_else_changes(name: str, change: str, monkeypatch: pytest.Monkey
         torch.manual_seed(0)
         model = ready(conv_net(nn.BatchNorm2d(4)))
         optimizer = FAMILY[name].make(model, **{"lr": 0.05} | CHANGES[change])
-        if not spare:
-            optimizer._preconditioner.normalized._known = {}  # as if none had been found
+        if not spare:  # as if there were none
+            monkeypatch.setattr(normalized, "_needs_no_output_side", lambda *unused: False)
         for k in range(8):
             optimizer.step(batch(model, k))
         assert len(found(optimizer)) == spare
@@ -276,3 +277,47 @@ def test_hooks_are_gone_after_the_first_pass() -> None:
     optimizer = KBFGS.as_printed(model, **COMMON)
     optimizer.step(batch(model))
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == before
+
+
+class PreActivation(nn.Module):
+    """Each convolution is normalized on one path, and on the other scaled by a gain that starts at zero, or off."""
+
+    def __init__(self, opens_at: int) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1)
+        self.gain, self.head = nn.Parameter(torch.zeros(())), nn.Linear(4, 5)
+        self.open = opens_at == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        rest = self.second(F.relu(self.norm(h)))
+        return self.head((rest + self.gain * h if self.open else rest).mean((2, 3)))
+
+
+@pytest.mark.parametrize("name", rows(lambda member: member.secant_G))
+@pytest.mark.parametrize("opens_at", [0, 5])
+def test_a_path_that_opens_later_is_noticed(opens_at: int, name: str) -> None:
+    """Its gradient is zero in the step in which layers are looked at first."""
+    model = ready(PreActivation(opens_at))
+    optimizer = FAMILY[name].make(model, lr=0.05, damping=1.0)
+    for k in range(9):
+        model.open = k >= opens_at
+        optimizer.step(batch(model, k))
+    assert optimizer.state[model.first.weight]["pairs_seen_G"][0] > 0
+    assert "first" not in found(optimizer)
+
+
+def test_layers_are_looked_at_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the number of steps with a due layer is a power of two: each look waits for the device."""
+    model, looks = ready(conv_net(nn.BatchNorm2d(4))), []
+    optimizer = KBFGS.as_printed(model, lr=0.05, damping=1.0, curvature_update_freq=2)
+    settle = normalized.NormalizedLayers.settle
+
+    def noted(*given: Any) -> None:
+        looks.append(optimizer.param_groups[0]["step"] + 1)
+        settle(*given)
+
+    monkeypatch.setattr(normalized.NormalizedLayers, "settle", noted)
+    for k in range(40):
+        optimizer.step(batch(model, k))
+    assert looks == [2, 4, 8, 16, 32]

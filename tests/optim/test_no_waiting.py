@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kfqn_ext.linalg import kronecker
 from kfqn_ext.optim import Minibatch
 from kfqn_ext.optim.late_warning import LateWarning
+from kfqn_ext.optim.passes import snapshot
 from tests.optim.family import FAMILY, OPTIONS, varied
 
 each = pytest.mark.parametrize(("name", "option"), varied("weight decay"))
@@ -67,8 +68,9 @@ def reads(optimizer: Any, model: nn.Module, steps: range) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def warnings_arrive_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; on a CPU they are read at once."""
+    """As on a GPU; on a CPU they are read at once, and buffers are compared with what they were."""
     monkeypatch.setattr(LateWarning, "_read", lambda self, flag: None)
+    monkeypatch.setattr(snapshot, "is_on_host", lambda t: False)
 
 
 @each

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.optim import KBFGS, Minibatch
-from kfqn_ext.optim.passes.replay import left_as_it_was
+from kfqn_ext.optim.passes.snapshot import left_as_it_was
 from tests.optim.family import FAMILY, rows
 
 COMMON: dict[str, Any] = {"lr": 0.05, "damping": 1.0}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.optim.inverses.base import Measured, OutputInverse, Seen, State
+from kfqn_ext.optim.inverses.unit import LossUnit, Unit
 
 
 def inverse_damping(damping: Tensor) -> Tensor:
@@ -28,15 +29,20 @@ class ScaledIdentity(OutputInverse):
 
     Attributes:
         initial: λ_G ↦ scale of H_G.
+        unit: What a dense H_G counts in.
     """
 
     initial: Callable[[Tensor], Tensor] = inverse_damping
+    unit: Unit = LossUnit()
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         state["gamma_G"] = self.initial(damping).to(like).clone()
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:
-        """Follow the damping, as L-BFGS does; a dense H_G keeps what it started from."""
+        """Follow the damping, as L-BFGS does; a dense H_G keeps what it started from, in its unit."""
+        growth = self.unit.growth(states)
+        if growth is not None and "gamma_G" not in states[0]:
+            torch._foreach_div_([state["H_G"] for state in states], growth[..., None, None].unbind())
         for state, scale in zip(states, self.initial(damping), strict=True):
             if "gamma_G" in state:
                 state["gamma_G"].copy_(scale)

@@ -57,7 +57,7 @@ class Secant(OutputInverse):
             raise ValueError(f"Invalid decay: {self.decay}. It must be in [0, 1).")
 
     def where_shifts_are_removed(self) -> OutputInverse:  # noqa: D102
-        return ScaledIdentity(self.initial)
+        return ScaledIdentity(self.initial, self.unit)
 
     def _start_pairs(self, state: State, like: Tensor, damping: Tensor) -> None:
         """Make what both forms keep beside H_G; ``like``: [*B, d_out]."""
@@ -114,8 +114,7 @@ class SecantBFGS(Secant):
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
         growth = self.unit.growth(states)
         if growth is not None:
-            for state, factor in zip(states, growth, strict=True):
-                state["H_G"].div_(factor[..., None, None])
+            torch._foreach_div_([state["H_G"] for state in states], growth[..., None, None].unbind())
         s, y, damped = self._damped_pairs(states, seen, damping)
         kept = bfgs_update_each_([state["H_G"] for state in states], s, y)
         count(states, "pairs_seen_G", kept, kept & damped, ~kept & seen.finite)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
-from kfqn_ext.optim.passes.measurement import Measurement
+from kfqn_ext.optim.passes.measurement import Measurement, Results
 from kfqn_ext.optim.recipe import Recipe, SecondPass
 
 
@@ -66,12 +66,36 @@ def reaching(due: Sequence[Layer], second: Measurement) -> Iterator[None]:
     except RuntimeError as error:
         if "does not require grad" not in str(error) or not second.reached_nothing:
             raise
-        names = ", ".join(layer.name for layer in due)
         raise RuntimeError(
-            f"The second pass called none of the layers that are due ({names}): they can't be measured where "
+            f"The second pass called none of the layers that are due ({_names(due)}): they can't be measured where "
             "they are used through F.linear, or were compiled before they were extended. Call the modules, or "
             "leave these parameters to a torch.optim optimizer."
         ) from error
+
+
+def second_pass(due: Sequence[Layer], measurement: Measurement) -> None:
+    """Raise a RuntimeError where it reached none of the layers that are due, or the loss's scale is not known."""
+    loss_scale(measurement)
+    if measurement.reached_nothing and not measurement.only_empty_batches:
+        raise RuntimeError(
+            f"The second pass reached none of the layers that are due ({_names(due)}): nothing was learned. Its body "
+            "must repeat the forward and the backward pass of the minibatch, loss.backward() included. Enter it only "
+            "where second_pass_due is true."
+        )
+
+
+def own_forward_pass(first: Results) -> None:
+    """Raise a RuntimeError where a closure ran its backward pass through a forward pass that ran outside."""
+    if first and first.reading is not None and not first.reading.called:
+        raise RuntimeError(
+            "The closure ran loss.backward(), and the forward pass had run before, outside of it. It is called a "
+            "second time, after the parameters have moved, and must then compute the loss anew: evaluate the model "
+            "inside the closure, as for torch.optim.LBFGS."
+        )
+
+
+def _names(layers: Sequence[Layer]) -> str:
+    return ", ".join(layer.name for layer in layers)
 
 
 def first_pass(measurement: Measurement, gradients: GradientWatch) -> None:

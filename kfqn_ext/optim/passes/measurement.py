@@ -10,12 +10,21 @@ from torch import Tensor, nn
 from kfqn_ext.extensions import FisherProducts, InputQuantities, LayerExtension, LayerMoments, OutputProbe, Probe
 from kfqn_ext.optim.inverses import Measured
 from kfqn_ext.optim.inverses.base import Kind
+from kfqn_ext.optim.passes.reading import Reading
 
 _FALSE = torch.zeros((), dtype=torch.bool, device="cpu")
 
 
 class Results(dict[nn.Module, Measured]):
-    """What a pass has shown of each layer's module; it fills when the pass ends."""
+    """What a pass has shown of each layer's module; it fills when the pass ends.
+
+    Attributes:
+        reading: What the layers were given; None where nobody looked.
+        same_data: Of a second pass, whether it read the data of the first, for all that is known, bool [].
+    """
+
+    reading: Reading | None = None
+    same_data: Tensor = ~_FALSE
 
     def not_finite(self) -> Tensor:
         """Whether an output gradient that was measured is not finite, bool []."""

@@ -1,19 +1,22 @@
 """The one or two passes over a minibatch: each run under its extensions, the second as a repetition of the first."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from backpack import backpack
 from backpack.context import CTX
 from torch import Tensor, nn
 
+from kfqn_ext.extensions import read_inputs
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses.base import Kind
+from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.listening import Listening
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
+from kfqn_ext.optim.passes.reading import Reading
 from kfqn_ext.optim.passes.reduction import OneProcess, Reduction
 from kfqn_ext.optim.passes.replay import Replay
 from kfqn_ext.optim.passes.warm_start import measure_data
@@ -47,6 +50,11 @@ class Passes:
         self._repeats = recipe.second_pass is not SecondPass.NONE
         self._loss_reduction, self._fraction = loss_reduction, fraction
         self._replay = Replay(model)
+        self._other_data = LateWarning(
+            "A second pass read other data than the first; nothing was learned from the two. Draw the minibatch outside"
+            " of the closure, so that it is the same at each call."
+        )
+        self._has_other_rows = False  # in a layer, than others have: its first rows need not be the first data's
 
     @property
     def fraction(self) -> float:
@@ -55,7 +63,24 @@ class Passes:
         All of it where a part alone would give other outputs than within the whole, for all that is known.
         """
         in_part = self._fraction == 1 or not self._compares or self._replay.repeatable_in_part
-        return self._fraction if in_part else 1.0
+        return self._fraction if in_part and not self._has_other_rows else 1.0
+
+    def can_compare(self, fraction: float) -> bool:
+        """Whether a second pass would repeat the first one, of which a fraction was measured, for all that is known.
+
+        A first pass may have shown that parts of it can't be repeated, or that it can't as yet.
+        """
+        return self.fraction <= fraction and self._replay.is_exact
+
+    @contextmanager
+    def with_gradients(self) -> Iterator[None]:
+        """Have second passes compute parameters' gradients too: in the body, and ever after where it succeeds."""
+        before, self._replay.with_gradients = self._replay.with_gradients, True
+        try:
+            yield
+        except BaseException:
+            self._replay.with_gradients = before
+            raise
 
     @contextmanager
     def first(
@@ -87,14 +112,19 @@ class Passes:
         may_repeat = may_repeat and self._repeats
         if may_repeat:
             self._replay.record()
+            results.reading = Reading(self.fraction)
         with (
             self.listening.paused(),
+            nullcontext() if results.reading is None else read_inputs(results.reading),
             backpack(*CTX.get_active_exts(), *measurement.extensions, extension_hook=CTX.get_extension_hook()),
         ):
             yield results
         checks.first_pass(measurement, gradients)
-        if may_repeat and self._fraction < 1:
-            self._replay.look_for_draws()
+        if results.reading is not None:
+            self._replay.look_for_writes()
+            if self._fraction < 1:
+                self._replay.look_for_draws()
+                self._has_other_rows |= len(results.reading.rows) > 1
         results.update(self.results(measurement))
 
     def measurement(self, wanted: Wanted, probes: Probes, loss_scale: float | None = None) -> Measurement:
@@ -115,30 +145,38 @@ class Passes:
         return self.reduction.pooled(measurement.results())
 
     @contextmanager
-    def second(self, wanted: Wanted, layers: Sequence[Layer], loss_scale: float | None) -> Iterator[Results]:
+    def second(
+        self, wanted: Wanted, layers: Sequence[Layer], first: Results, loss_scale: float | None
+    ) -> Iterator[Results]:
         """Measure the repetition of a minibatch in the body; it leaves no trace.
 
         Args:
             wanted: Modules by extension.
             layers: Those that are due; below the first of them the pass needs no gradient.
+            first: What the first pass has shown.
             loss_scale: What the loss is multiplied with, where it is.
 
         Yields:
             What was measured; it fills when the body ends.
 
         Raises:
-            RuntimeError: If none of the layers was called, or gradients came in float16 without a ``loss_scale``.
+            RuntimeError: If none of the layers was reached, or gradients came in float16 without a ``loss_scale``.
         """
-        results = Results()
+        results, reading = Results(), Reading(1.0)
         measurement = Measurement(wanted, self._loss_reduction, Probes(A=lambda module, a_bar: None), loss_scale)
         with (
             checks.reaching(layers, measurement),
+            read_inputs(reading),
             self._replay.repeat([layer.module for layer in layers]),
             backpack(*measurement.extensions),
         ):
             yield results
-        checks.loss_scale(measurement)
-        results.update(self.results(measurement))
+        checks.second_pass(layers, measurement)
+        if first.reading is not None:
+            results.same_data = first.reading.agrees_with(reading)
+            self._other_data.note(~results.same_data)
+        if self._replay.is_exact:
+            results.update(self.results(measurement))
 
     def over_data(
         self,

@@ -1,32 +1,55 @@
 """The second pass over a minibatch: everything as in the first one, except the parameters that have moved."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from kfqn_ext._torch import is_batch_norm, is_dropout
 from kfqn_ext.extensions import input_gradients_only
+from kfqn_ext.optim.passes.snapshot import Marks, Snapshot, left_as_it_was, tensors
+
+_LOOKS = 2  # first passes in which parameters are compared by value: at first a copy equals what it is to follow
 
 
 class Replay:
-    """Repeats a forward-backward pass with torch's random numbers of the first and without traces of the second."""
+    """Repeats a forward-backward pass with torch's random numbers of the first and without traces of the second.
+
+    Attributes:
+        is_exact: Whether nothing is known that makes the repetition of the last pass another computation.
+        with_gradients: Whether parameters get a gradient in the repetition too, for a body that reads it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         """Prepare to replay passes of a model."""
+        self.is_exact = True
+        self.with_gradients = False
         self._model = model
         self._states: dict[int | None, Tensor] = {}  # of the generators: of each CUDA device, and of the CPU under None
         self._drew = False  # random numbers, in the last pass whose modules do not tell
+        self._looks = 0
+        self._written: set[str] = set()  # parameters and plain tensors that passes write to
+        self._before: Snapshot | None = None
+        self._marks = Marks(nn.Module())
 
     def record(self) -> None:
-        """Remember the states of torch's random number generators, before the first pass."""
+        """Remember torch's random number generators, and what a forward pass changes, before the first pass."""
         self._states = {device: _generator_state(device) for device in (None, *cuda_devices(self._model))}
+        self._before = Snapshot(self._model, [t for t in self._kept() if not t.requires_grad])
+        self._marks = Marks(self._model, by_value=self._looks < _LOOKS)
+        self._looks += 1
 
     def look_for_draws(self) -> None:
         """Find out, after the first pass, whether it drew random numbers; states live on the host."""
         if not self._mixes_data:
             self._drew = any(not torch.equal(_generator_state(d), state) for d, state in self._states.items())
+
+    def look_for_writes(self) -> None:
+        """Find out, after the first pass, whether it wrote to a frozen copy: then it can be repeated the next time."""
+        found, trained = self._marks.written() - self._written, dict(self._model.named_parameters())
+        self.is_exact = all(name in trained and trained[name].requires_grad for name in found)
+        self._written |= found
 
     @property
     def repeatable_in_part(self) -> bool:
@@ -37,12 +60,16 @@ class Replay:
     def _mixes_data(self) -> bool:
         return any(_depends_on_batch(module) for module in self._model.modules())
 
+    def _kept(self) -> list[Tensor]:
+        """What passes are known to write to, beside buffers and numbers."""
+        return [t for name, t in tensors(self._model).items() if name in self._written] if self._written else []
+
     @contextmanager
     def repeat(self, layers: Iterable[nn.Module]) -> Iterator[None]:
-        """Run the body on the recorded random numbers; restore them, all buffers and every ``.grad`` afterwards.
+        """Run the body on the recorded random numbers, buffers and counters; afterwards all is as it was.
 
         The buffers are BatchNorm's running statistics above all: a minibatch counts once. Parameters get no
-        gradient in the body, but a closure may clear ``.grad``, so that is put aside.
+        gradient in the body unless it reads them, but a closure may clear ``.grad``, so that is put aside.
 
         Args:
             layers: Those whose output gradients are wanted.
@@ -51,37 +78,21 @@ class Replay:
             Nothing.
         """
         devices = [device for device in self._states if device is not None]
+        before, self._before = self._before, None
         with (
-            left_as_it_was(self._model),
+            left_as_it_was(self._model, self._kept()),
             torch.random.fork_rng(devices=devices),
-            input_gradients_only(self._model, layers),
+            nullcontext() if self.with_gradients else input_gradients_only(self._model, layers),
         ):
+            if before is not None:
+                before.put_back()
+            marks = Marks(self._model)
             for device, state in self._states.items():
                 torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
             yield
-
-
-@contextmanager
-def left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restore a module's buffers and every ``.grad`` afterwards; in the body there is no ``.grad`` at first.
-
-    A buffer that the body replaces by another tensor, as ``self.count = self.count + 1`` does, is put back.
-    """
-    grads = [(p, p.grad) for p in module.parameters()]
-    buffers = [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items()]
-    saved = [(b, b.clone()) for b in module.buffers()]
-    try:
-        for p, _ in grads:
-            p.grad = None
-        yield
-    finally:
-        with torch.no_grad():
-            for b, value in saved:
-                b.copy_(value)
-        for slots, name, buffer in buffers:
-            slots[name] = buffer
-        for p, grad in grads:
-            p.grad = grad
+            found = marks.written() - self._written
+            self.is_exact &= not found
+            self._written |= found
 
 
 def cuda_devices(model: nn.Module) -> list[int]:

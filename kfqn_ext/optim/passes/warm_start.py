@@ -17,7 +17,8 @@ from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses import Measured
 from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
-from kfqn_ext.optim.passes.replay import cuda_devices, left_as_it_was
+from kfqn_ext.optim.passes.replay import cuda_devices
+from kfqn_ext.optim.passes.snapshot import left_as_it_was
 from kfqn_ext.optim.recipe import Recipe
 
 

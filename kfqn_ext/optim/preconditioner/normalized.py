@@ -37,14 +37,27 @@ class NormalizedLayers:
         self._cheaper = None if cheaper is None else replace(recipe, output_inverse=cheaper)
         self._known: Normalizers | None = None  # None: not looked for yet
         self._spared: set[nn.Module] = set()  # those that need no output side in this step
+        self._dues = 0  # steps so far in which a layer was due
 
     @property
     def known(self) -> Collection[nn.Module] | None:
         """The layers' modules; None before the network was looked at."""
         return self._known
 
-    def begin(self) -> None:
-        """Find out which layers need no output side in the step that begins: modules change their mode."""
+    def begin(self, due: bool) -> None:
+        """Find out which layers need no output side in the step that begins, in which some layer is due or none.
+
+        A layer that is also read by a path without a gradient, as through a gain that starts at zero, looks like one of
+        them until the gain has moved. So all are looked at again when the number of steps with a due layer is a power
+        of two.
+        """
+        self._dues += due
+        if due and self._dues.bit_count() == 1:
+            self._known = None
+        self._find_spared()
+
+    def _find_spared(self) -> None:
+        """Modules change their mode."""
         self._spared = {module for module, norm in (self._known or {}).items() if removes_shifts(norm)}
 
     def recipe_of(self, layer: Layer) -> Recipe:
@@ -54,7 +67,7 @@ class NormalizedLayers:
 
     @contextmanager
     def look(self, model: nn.Module, layers: Collection[nn.Module]) -> Iterator[Normalizers | None]:
-        """Look, once, for such layers while the body runs the model; yield what will be found, None for no look."""
+        """Look for such layers while the body runs the model, where it is time; yield what will be found, or None."""
         if self._known is not None or not layers or self._cheaper is None:
             yield None
             return
@@ -62,7 +75,7 @@ class NormalizedLayers:
             yield found
 
     def settle(self, due: Sequence[Block], found: Normalizers, first: Results, finite: Tensor) -> None:
-        """Keep the layers whose ∂h̄ is indeed noise and whose H_G has learned nothing; waits for the device, once."""
+        """Keep the layers whose ∂h̄ is indeed noise and whose H_G has learned nothing; waits for the device."""
         if not found:
             self._known = {}
         elif bool(finite):
@@ -72,7 +85,7 @@ class NormalizedLayers:
                 if block.layer.module in found and _needs_no_output_side(block, first.get(block.layer.module))
             ]
             self._known = {module: found[module] for module in modules}
-            self.begin()
+            self._find_spared()
 
     def forget(self, layer: Layer) -> None:
         """H_G of this layer learns: its normalization has stopped removing shifts."""

@@ -115,6 +115,11 @@ class Preconditioner:
         """Whether the second pass reached a layer, with the data of the first."""
         kinds = self.recipe_of(block).second
         if not second.has(kinds):
+            if first.has(kinds):
+                self._warn_once(
+                    f"Layer {block.layer.name} was measured in the first pass and not in the second: it learned nothing "
+                    "from them. The second pass must repeat the first."
+                )
             return False
         pairs = [(first.get(kind), second.get(kind)) for kind in kinds]
         before, after = next(((a, b) for a, b in pairs if a is not None), (None, None))
