@@ -79,7 +79,7 @@ class Marks:
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, and tensors that are plain attributes of a module, by name."""
-    found = {name: p for name, p in model.named_parameters() if _has_memory(p)}
+    found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if _has_memory(p)}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and _has_memory(value):
