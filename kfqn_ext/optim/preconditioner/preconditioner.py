@@ -117,8 +117,8 @@ class Preconditioner:
         if not second.has(kinds):
             if first.has(kinds):
                 self._warn_once(
-                    f"Layer {block.layer.name} was measured in the first pass and not in the second: it learned nothing. "
-                    "The second pass must repeat the first."
+                    f"Layer {block.layer.name} was measured in the first pass and not in the second, and learned "
+                    "nothing. The second pass must repeat the first."
                 )
             return False
         pairs = [(first.get(kind), second.get(kind)) for kind in kinds]
