@@ -104,14 +104,14 @@ def input_gradients_only(model: nn.Module, layers: Iterable[nn.Module] | None = 
             p.requires_grad_(True)
 
 
-Reader = Callable[[nn.Module, Tensor], None]
-"""Takes note of a layer's call and of its input, in the forward pass."""
+Reader = Callable[[nn.Module, Tensor | None], None]
+"""Takes note of a layer's call and of its input, in the forward pass; of no input where a transformation hides it."""
 _readers: list[Reader] = []
 
 
 @contextmanager
 def read_inputs(reader: Reader) -> Iterator[None]:
-    """Show a function every call of an extended layer in the body, whether or not gradients are enabled."""
+    """Show a function every call of an extended layer in the body, measured or not."""
     _readers.append(reader)
     try:
         yield
@@ -157,11 +157,10 @@ class _Kept(torch.autograd.Function):
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, where a traced hook would vanish without a word
 def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
     """Forward hook: have the active extensions run once the gradient of this output is known."""
-    if not (disable.should_store_io() and isinstance(output, Tensor)) or is_transformed() or is_traced():
-        return None  # disabled; no layer's output; computations that go on, and one that is written down
+    written_down = is_transformed() or is_traced()  # by computations that go on, or for later
     for reader in _readers:
-        reader(module, layer_input(args, kwargs))
-    if not torch.is_grad_enabled():
+        reader(module, None if written_down else layer_input(args, kwargs))
+    if written_down or not (disable.should_store_io() and torch.is_grad_enabled() and isinstance(output, Tensor)):
         return None
     if module.__dict__.get("_backpack_extend", False):
         return None  # BackPACK's own hook serves this module

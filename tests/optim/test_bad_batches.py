@@ -26,10 +26,14 @@ class Switch(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.bad_calls = 0, set()
+        self._calls, self.bad_calls = [], set()  # a number would be put back after a second pass
+
+    @property
+    def calls(self) -> int:
+        return len(self._calls)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self._calls.append(1)
         return x * float("nan") if self.calls in self.bad_calls else x
 
 

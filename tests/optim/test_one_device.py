@@ -1,6 +1,6 @@
 """A step on the meta device, whose tensors have shapes and no numbers: as on a GPU, nothing is read and nothing moves.
 
-What a GPU has and the meta device has not is replaced: random targets, and the one check at the start that may wait.
+What a GPU has and the meta device has not is replaced: random targets, and the checks at the start that may wait.
 """
 
 from traceback import extract_stack
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from kfqn_ext.optim import Minibatch, gate
 from kfqn_ext.optim.late_warning import LateWarning
+from kfqn_ext.optim.passes import replay, snapshot
 from kfqn_ext.optim.preconditioner import block, normalized
 from tests.optim.family import varied
 from tests.optim.test_no_waiting import make, net
@@ -40,6 +41,8 @@ def what_a_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (block, normalized):
         monkeypatch.setattr(module, "bool", lambda value: isinstance(value, Tensor) or bool(value), raising=False)
     monkeypatch.setattr(LateWarning, "note", lambda self, flag: None)
+    monkeypatch.setattr(replay, "_LOOKS", 0)
+    monkeypatch.setattr(snapshot, "is_on_host", lambda t: False)
     generator = torch.Generator()
     monkeypatch.setattr(torch, "Generator", lambda device: generator)
 

@@ -14,7 +14,8 @@ class Reading:
     """Notes of one pass.
 
     Only what the first layer reads can't depend on parameters that a step has moved: nothing else came before it. An
-    input that needs a gradient depends on some all the same, and without gradients that can't be seen.
+    input that needs a gradient may depend on some all the same, and without gradients that can't be seen. What an
+    adversary has made of the data depends on layers that ran before.
 
     Attributes:
         called: Whether a layer was called at all.
@@ -27,23 +28,23 @@ class Reading:
         self.called = False
         self.rows: set[int] = set()
         self.mean: Tensor | None = None
-        self._fraction = fraction
+        self._fraction, self._size = fraction, 0
 
-    def __call__(self, module: nn.Module, x: Tensor) -> None:
+    def __call__(self, module: nn.Module, x: Tensor | None) -> None:
         """Take note of a call of a layer."""
-        geometry = geometry_of(module)
-        if geometry is None:
-            return
         first, self.called = not self.called, True
+        geometry = geometry_of(module)
+        if geometry is None or x is None:
+            return
         batch = geometry.as_batch(x)
         self.rows.add(len(batch))
         if first and len(batch) > 0 and torch.is_grad_enabled() and not x.requires_grad:
             part = batch[: fraction_size(len(batch), self._fraction)]
-            self.mean = part.to(torch.promote_types(part.dtype, torch.float32)).mean(0)
+            self._size, self.mean = len(part), part.to(torch.promote_types(part.dtype, torch.float32)).mean(0)
 
     def agrees_with(self, other: "Reading") -> Tensor:
-        """Whether both passes read the same data, for all that is known, bool []."""
-        if self.mean is None or other.mean is None:
+        """Whether both passes read the same data, bool [], for all that is known; numbers of data are not compared."""
+        if self.mean is None or other.mean is None or self._size != other._size:
             return _TRUE
         if self.mean.shape != other.mean.shape:
             return ~_TRUE
