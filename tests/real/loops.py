@@ -136,8 +136,9 @@ def a_second_pass_over_other_data() -> None:
     optimizer.step()
     with pytest.warns(UserWarning) as said, optimizer.second_pass():
         F.cross_entropy(model(X[6:]), Y[6:]).backward()
-    assert all("first pass and 6 at" in str(w.message) and "must repeat the first" in str(w.message) for w in said)
-    assert len(said) == 3 and all(torch.equal(optimizer.state[p]["H_G"], value) for p, value in H.items())
+    counted = [str(w.message) for w in said if "read other data than the first" not in str(w.message)]
+    assert all("first pass and 6 at" in text and "must repeat the first" in text for text in counted)
+    assert len(counted) == 3 and all(torch.equal(optimizer.state[p]["H_G"], value) for p, value in H.items())
 
 
 def several_losses() -> None:
