@@ -20,7 +20,7 @@ from kfqn_ext.optim.groups.hyperparameters import BY_GROUP, Shared, complete, sh
 from kfqn_ext.optim.groups.plan import Block, Layer, Plan, make_plan
 from kfqn_ext.optim.groups.repr import render
 from kfqn_ext.optim.groups.schedules import Schedule, apply_schedules, take_schedules
-from kfqn_ext.optim.groups.validation import check_group
+from kfqn_ext.optim.groups.validation import check_group, check_split
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
@@ -135,7 +135,8 @@ class KroneckerOptimizer(Optimizer):
             reduction: "mean" or "sum": what the loss does over the data of a batch.
 
         Raises:
-            ValueError: If a hyperparameter is out of range or the groups do not fit the layers.
+            ValueError: If a hyperparameter is out of range, or weight and bias of a layer are in two groups that differ
+                in more than ``weight_decay``.
             UnsupportedLayerError: If the model has no layer with a Kronecker block.
         """
         options = complete(type(self).__name__, shared)
@@ -560,7 +561,7 @@ class KroneckerOptimizer(Optimizer):
         """Add parameters, for example of layers that were frozen; see ``torch.optim.Optimizer``.
 
         Raises:
-            ValueError: If a hyperparameter is out of range or the group splits a layer.
+            ValueError: If a hyperparameter is out of range, or not that of the group with the rest of a layer.
         """
         if self._plan is None:
             super().add_param_group(param_group)
@@ -606,7 +607,9 @@ class KroneckerOptimizer(Optimizer):
             )
 
     def _make_plan(self) -> Plan:
-        return make_plan(self._model, {p: i for i, g in enumerate(self.param_groups) for p in g["params"]})
+        plan = make_plan(self._model, {p: i for i, g in enumerate(self.param_groups) for p in g["params"]})
+        check_split(self.param_groups, plan.split)
+        return plan
 
     @property
     def _planned(self) -> Plan:
@@ -614,9 +617,13 @@ class KroneckerOptimizer(Optimizer):
         return self._plan
 
     def _apply_schedules(self) -> None:
-        """Set scheduled values for the step that begins; again does no harm, and nothing looks further ahead."""
+        """Set scheduled values for the step that begins; again does no harm, and nothing looks further ahead.
+
+        Then weights and biases in two groups must still have one step: whoever sets a value may have set it in one.
+        """
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             apply_schedules(group, schedules)
+        check_split(self.param_groups, self._planned.split)
 
     def __repr__(self) -> str:
         """Describe the hyperparameters and the treatment of every parameter."""

@@ -1,5 +1,6 @@
 """Checks of hyperparameters, one message each."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from kfqn_ext.optim.groups.hyperparameters import UPDATE_FREQS
 
 # Not float16: the inverses of a large loss's curvature leave its range.
 _DIRECTION_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_OF_THE_STEP = ("lr", "damping", *UPDATE_FREQS, "inverse_update_freq", "momentum", "direction_dtype")
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -31,6 +33,33 @@ def check_group(group: dict[str, Any]) -> None:
     for key in (*UPDATE_FREQS, "inverse_update_freq"):
         value = group.get(key, 1)
         _require(isinstance(value, int) and value >= 1, key, value, "an integer of at least 1")
+
+
+def check_split(groups: Sequence[dict[str, Any]], split: Mapping[tuple[int, int], tuple[str, ...]]) -> None:
+    """Check that groups which share layers, one the weights and another the biases, have one step for both.
+
+    Args:
+        groups: All groups.
+        split: Names of such layers by the indices of their two groups.
+
+    Raises:
+        ValueError: With the layers, and the first hyperparameter in which the groups differ.
+    """
+    for (i, j), layers in split.items():
+        for key in _OF_THE_STEP:
+            one, other = groups[i].get(key), groups[j].get(key)
+            if not _alike(one, other):
+                raise ValueError(
+                    f"Weight and bias of {', '.join(layers)} are one matrix W = [weight, bias] with one step, but "
+                    f"their groups {i} and {j} have the {key} {one} and {other}. Only weight_decay may differ between "
+                    f"the two. Give both groups one {key}, or put weight and bias into one group."
+                )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two values are equal, as far as that is known without waiting for a device."""
+    elsewhere = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in (one, other))
+    return one is other or elsewhere or bool(one == other)
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
