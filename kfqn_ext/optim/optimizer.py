@@ -266,6 +266,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _ready(self) -> Iteration | None:
         """The minibatch that this step is of; None for one that nothing was measured of."""
+        self._planned.check_places()
         it = self._iteration
         if it is not None and it.stepped:
             self._warn_once(_NEVER_RAN)
@@ -369,6 +370,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _begin(self) -> None:
         """Leave the minibatch before behind."""
+        self._planned.check_places()
         self._forget_empty_state()
         self._follow_parameters()
         if self.second_pass_due:
@@ -566,7 +568,7 @@ class KroneckerOptimizer(Optimizer):
         if self._plan is None:
             super().add_param_group(param_group)
             return
-        step = self.param_groups[0]["step"]
+        before, step = self._planned, self.param_groups[0]["step"]
         super().add_param_group(self._with_names(param_group))
         group = self.param_groups[-1]
         try:
@@ -580,6 +582,19 @@ class KroneckerOptimizer(Optimizer):
             raise
         self._extend()
         self._schedules.append(schedules)
+        self._forget_former_roles(before)
+
+    def _forget_former_roles(self, before: Plan) -> None:
+        """Drop the state of parameters that have another role now, and the gradients of those that have none.
+
+        A bias joins the layer whose weight is added, and a head that was replaced is no longer the model's.
+        """
+        for p in before.names:
+            role = self._planned.role(p)
+            if role != before.role(p):
+                self.state.pop(p, None)
+            if role is None:
+                p.grad = None  # nobody will clear it any more
 
     def _with_names(self, group: dict[str, Any]) -> dict[str, Any]:
         """Name the parameters of a group where those of the others have names: torch takes no mixture."""
@@ -607,7 +622,8 @@ class KroneckerOptimizer(Optimizer):
             )
 
     def _make_plan(self) -> Plan:
-        plan = make_plan(self._model, {p: i for i, g in enumerate(self.param_groups) for p in g["params"]})
+        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        plan = make_plan(self._model, group_of, None if self._plan is None else self._plan.names)
         check_split(self.param_groups, plan.split)
         return plan
 

@@ -160,8 +160,8 @@ def test_parameters_of_another_model(name: str) -> None:
 @each_class
 def test_weight_and_bias_in_different_groups(name: str) -> None:
     model = net()
-    groups = [{"params": [model[3].weight]}, {"params": [model[3].bias]}]
-    with unchanged(model), pytest.raises(ValueError, match="Weight and bias of 3 are in different parameter groups"):
+    groups = [{"params": [model[3].weight]}, {"params": [model[3].bias], "lr": 0.2}]
+    with unchanged(model), pytest.raises(ValueError, match="Weight and bias of 3 .* 0 and 1 have the lr 0.1 and 0.2"):
         FAMILY[name].make(model, params=groups, lr=0.1)
 
 

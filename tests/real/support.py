@@ -106,7 +106,7 @@ ROWS: list[Row] = [
         ("gradient clipping", W, "between the phases; the second pass is not disturbed", loops.clipping),
         ("learning-rate schedulers", W, "every kind that torch has", loops.schedulers),
         ("SWA, EMA, deepcopy of a model", W, "copies carry working hooks", loops.model_copies),
-        ("parameter groups", W, "lr, damping, T, weight decay; a layer split over two groups is an error", loops.groups),
+        ("parameter groups", W, "lr, damping, T, weight decay; weight and bias of a layer may be in two groups that differ in the decay alone", loops.groups),
         ("unfreezing", W, "`add_param_group`", loops.unfreezing),
         ("set_to_none", W, "both ways", loops.set_to_none),
         ("closure or phases", W, "bit for bit the same", loops.closure_and_phases_agree),
