@@ -656,31 +656,55 @@ class KroneckerOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, as precisely as the state of these parameters is kept.
 
-        ``torch.optim.Optimizer`` casts state to the parameter's dtype; here that is float32 at least.
+        ``torch.optim.Optimizer`` casts state to the parameter's dtype; here that is float32 at least. Where the state
+        has the names of its parameters, they say whose it is; else their order does, as in torch.
 
         Raises:
             ValueError: If the state is of another kind of optimizer, another version's, or another model's.
         """
-        state_dict = checkpoint.migrated(state_dict, self.defaults)
+        loadable: dict[str, Any] = {}
+
+        def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loadable.update(self._loadable(given))
+            return loadable
+
+        # Between the hooks of others, which may change what is given, and may look at what was loaded.
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(lambda _: self._take_loaded(loadable), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _loadable(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dictionary in the words of this version, and in the order of these groups; raise where it is none."""
+        state_dict = checkpoint.migrated(given, self.defaults)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        checkpoint.check_loadable(state_dict, parameters, self._planned, self.recipe, type(self).__name__)
-        super().load_state_dict(state_dict)
+        checkpoint.check_layout(state_dict, self.recipe, type(self).__name__)
+        state_dict = checkpoint.in_order(state_dict, self.param_groups, self._planned.names)
+        checkpoint.check_shapes(state_dict, parameters, self._planned, self.recipe)
+        return state_dict
+
+    def _take_loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace the state that torch has cast by the saved one, fitted to its parameters."""
         self._state_is_empty = False
         self._passes.listening.forget()
+        parameters = [p for group in self.param_groups for p in group["params"]]
         for saved_id, p in zip(checkpoint.saved_ids(state_dict), parameters, strict=True):
             if p not in self.state:
                 continue
             saved = state_dict["state"][saved_id]
-            if is_empty(saved):
+            if is_empty(saved) or self._planned.role(p) is None:
                 del self.state[p]
             else:
                 self.state[p] = checkpoint.fitted(saved, p)
 
     def _follow_parameters(self) -> None:
         """Bring the state to where the parameters are, and to their dtype: after ``model.double()`` and its like."""
-        for p, state in self.state.items():
-            if not checkpoint.is_fitted(state, p):
-                self.state[p] = checkpoint.fitted(state, p)
+        for p in self._planned.names:
+            if p in self.state and not checkpoint.is_fitted(self.state[p], p):
+                self.state[p] = checkpoint.fitted(self.state[p], p)
 
     def _is_asked_for_empty_state(self) -> bool:
         """Whether this is ``torch.distributed.checkpoint``: a first step at rate and gradients of zero, for the keys.
