@@ -20,8 +20,9 @@ from kfqn_ext.optim.groups.hyperparameters import BY_GROUP, Shared, complete, sh
 from kfqn_ext.optim.groups.plan import Block, Layer, Plan, make_plan
 from kfqn_ext.optim.groups.repr import render
 from kfqn_ext.optim.groups.schedules import Schedule, apply_schedules, take_schedules
-from kfqn_ext.optim.groups.validation import check_group, check_split
+from kfqn_ext.optim.groups.validation import check_group, check_split, settle
 from kfqn_ext.optim.late_warning import LateWarning
+from kfqn_ext.optim.numbers import number
 from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
@@ -140,7 +141,8 @@ class KroneckerOptimizer(Optimizer):
             UnsupportedLayerError: If the model has no layer with a Kronecker block.
         """
         options = complete(type(self).__name__, shared)
-        step_cap, fraction, reduction = (options[k] for k in ("step_cap", "second_pass_fraction", "reduction"))
+        step_cap, fraction = (number(options[k]) for k in ("step_cap", "second_pass_fraction"))
+        reduction = options["reduction"]
         checks.options(step_cap, fraction, recipe)
         KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
         defaults = {
@@ -638,6 +640,7 @@ class KroneckerOptimizer(Optimizer):
         Then weights and biases in two groups must still have one step: whoever sets a value may have set it in one.
         """
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
+            settle(group)
             apply_schedules(group, schedules)
         check_split(self.param_groups, self._planned.split)
 
@@ -652,6 +655,12 @@ class KroneckerOptimizer(Optimizer):
             warn(message, stacklevel=3)
 
     # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as ``torch.optim.Optimizer`` does, with numbers of Python's: a scheduler may set NumPy's."""
+        for group in self.param_groups:
+            settle(group)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, as precisely as the state of these parameters is kept.

@@ -7,20 +7,39 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.optim.groups.hyperparameters import UPDATE_FREQS
+from kfqn_ext.optim.numbers import integer, is_count, number
 
 # Not float16: the inverses of a large loss's curvature leave its range.
 _DIRECTION_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-_OF_THE_STEP = ("lr", "damping", *UPDATE_FREQS, "inverse_update_freq", "momentum", "direction_dtype")
+_NUMBERS = ("momentum", "damping", "weight_decay")
+_COUNTS = (*UPDATE_FREQS, "inverse_update_freq")
+_OF_THE_STEP = ("lr", "damping", *_COUNTS, "momentum", "direction_dtype")
+
+
+def settle(group: dict[str, Any]) -> None:
+    """Write a group's numbers as numbers of Python's, whoever has set them.
+
+    A rate that is a tensor stays one, and so does what is not the optimizer's own.
+    """
+    for key, value in group.items():
+        if key in _COUNTS:
+            group[key] = integer(value)
+        elif key in _NUMBERS or not isinstance(value, Tensor | list):
+            group[key] = number(value)
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Check the hyperparameters of a parameter group.
+    """Check the hyperparameters of a parameter group, and :func:`settle` them.
 
     Raises:
         ValueError: With the name, the value and the range of the first one that is out of range.
     """
-    for key in ("momentum", "lr", "damping", "weight_decay"):
-        _require(not callable(group[key]), key, group[key], "a number; it can't be a function of the step")
+    settle(group)
+    for key in (*_NUMBERS, "lr"):
+        value = group[key]
+        is_number = isinstance(value, int | float) or (key == "lr" and isinstance(value, Tensor))
+        rule = "a number; it can't be a function of the step" if callable(value) else "a number"
+        _require(is_number, key, value, rule)
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
@@ -30,9 +49,8 @@ def check_group(group: dict[str, Any]) -> None:
     _require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "at least 0")
     dtype = group["direction_dtype"]
     _require(dtype in (None, *_DIRECTION_DTYPES), "direction_dtype", dtype, f"None or one of {_DIRECTION_DTYPES}")
-    for key in (*UPDATE_FREQS, "inverse_update_freq"):
-        value = group.get(key, 1)
-        _require(isinstance(value, int) and value >= 1, key, value, "an integer of at least 1")
+    for key in _COUNTS:
+        _require(is_count(group.get(key, 1)), key, group.get(key), "an integer of at least 1")
 
 
 def check_split(groups: Sequence[dict[str, Any]], split: Mapping[tuple[int, int], tuple[str, ...]]) -> None:
