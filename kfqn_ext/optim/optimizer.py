@@ -20,7 +20,7 @@ from kfqn_ext.optim.groups.hyperparameters import BY_GROUP, Shared, complete, sh
 from kfqn_ext.optim.groups.plan import Block, Layer, Plan, make_plan
 from kfqn_ext.optim.groups.repr import render
 from kfqn_ext.optim.groups.schedules import Schedule, apply_schedules, take_schedules
-from kfqn_ext.optim.groups.validation import check_group, check_split, settle
+from kfqn_ext.optim.groups.validation import check_arguments, check_group, check_split, settle
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.numbers import number
 from kfqn_ext.optim.passes import checks
@@ -139,7 +139,9 @@ class KroneckerOptimizer(Optimizer):
             ValueError: If a hyperparameter is out of range, or weight and bias of a layer are in two groups that differ
                 in more than ``weight_decay``.
             UnsupportedLayerError: If the model has no layer with a Kronecker block.
+            TypeError: If the model is none, or ``params`` are no parameters.
         """
+        check_arguments(model, params, type(self).__name__)
         options = complete(type(self).__name__, shared)
         step_cap, fraction = (number(options[k]) for k in ("step_cap", "second_pass_fraction"))
         reduction = options["reduction"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfqn_ext.optim.groups.hyperparameters import UPDATE_FREQS
 from kfqn_ext.optim.numbers import integer, is_count, number
@@ -14,6 +14,32 @@ _DIRECTION_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _NUMBERS = ("momentum", "damping", "weight_decay")
 _COUNTS = (*UPDATE_FREQS, "inverse_update_freq")
 _OF_THE_STEP = ("lr", "damping", *_COUNTS, "momentum", "direction_dtype")
+
+
+def check_arguments(model: Any, params: Any, name: str) -> None:
+    """Check what was given in the places of the model and of its parameters.
+
+    Raises:
+        TypeError: If parameters or a learning rate are in these places.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{name}: the model comes first, {name}(model), or {name}(model, params) for some of its parameters, and "
+            f"not {type(model).__name__}. {name} measures the model's layers, so that parameters alone don't do, and "
+            "neither do wrappers that build an optimizer of these, as ZeroRedundancyOptimizer does."
+        )
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"{name}: after the model come parameters, not {type(params).__name__}. {name}(model) takes all of the "
+            f"model's, and {name}(model, module.parameters()) those of a module in it."
+        )
+    holds_one = isinstance(params, Tensor) and not isinstance(params, nn.Parameter) and params.numel() == 1
+    if isinstance(number(params), int | float) or holds_one or callable(params):
+        shown = "..." if callable(params) else number(params)
+        raise TypeError(
+            f"{name}: after the model come its parameters or groups of them, not {shown}. `lr` is a keyword: "
+            f"{name}(model, lr={shown})."
+        )
 
 
 def settle(group: dict[str, Any]) -> None:
