@@ -301,7 +301,7 @@ class KroneckerOptimizer(Optimizer):
         if P is None and (self._iteration is None or layer not in self._iteration.rejected):
             self._warn_once(
                 f"Layer {layer.name} has a gradient but was not measured (called through F.linear, compiled before it "
-                "was extended, or its weight frozen?); it takes the momentum direction."
+                f"was extended, or its weight frozen?); it moves by {self.recipe.others.title}, as others do."
             )
         return P
 
@@ -648,8 +648,8 @@ class KroneckerOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         """Describe the hyperparameters and the treatment of every parameter."""
-        other = self.recipe.others.title
-        return render(type(self).__name__, self.param_groups, self._planned.treatments, other)
+        treatments = self._planned.treatments
+        return render(type(self).__name__, self.param_groups, self._schedules, treatments, self.recipe)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

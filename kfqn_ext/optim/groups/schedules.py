@@ -79,6 +79,11 @@ def apply_schedules(group: dict[str, Any], schedules: dict[str, Schedule]) -> No
         _write(group, values, dict.fromkeys(schedules))
 
 
+def followed(group: dict[str, Any], schedules: dict[str, Schedule]) -> set[str]:
+    """Which of a group's values still come from its functions."""
+    return {key for key in schedules if _is_followed(group, key)}
+
+
 def _is_followed(group: dict[str, Any], key: str) -> bool:
     """Whether a value is still the one that its schedule wrote; of a group that was saved without one, any is."""
     written = group.get(WRITTEN, {})
