@@ -516,7 +516,8 @@ class KroneckerOptimizer(Optimizer):
         The model runs in the mode it is in; parameters, ``.grad``, buffers and random numbers are left as they were.
 
         Args:
-            loader: Batches; of a tuple or list, the first entry is the model's input.
+            loader: Batches; of a tuple or list, the first entry is the model's input, and a :class:`Minibatch` has all
+                that is needed.
             forward: Runs the model on one batch of the loader, where the above does not fit.
             progress: Whether to show a progress bar.
 
