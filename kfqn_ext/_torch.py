@@ -4,7 +4,9 @@ Each function says which behaviour it relies on, and ``tests/test_torch.py`` tes
 that changes it is noticed there, and met here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -95,8 +97,35 @@ def version_of(t: Tensor) -> int:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to whatever is not a tuple, list or dict in nested tuples, lists and dicts."""
-    return _pytree.tree_map(function, tree)
+    """Apply a function to whatever is none of these, in nested tuples, lists, mappings and dataclasses."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Mapping):  # torch knows dictionaries, and not what is like one
+            new = {key: map_leaves(function, of_key) for key, of_key in value.items()}
+            if isinstance(value, MutableMapping):
+                value = copy(value)
+                value.update(new)
+                return value
+            return new
+        if is_dataclass(value) and not isinstance(value, type):
+            of_fields = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+            return replace(value, **{name: map_leaves(function, part) for name, part in of_fields.items()})
+        return function(value)
+
+    return _pytree.tree_map(leaf, tree)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists, mappings and dataclasses; none of these is made anew."""
+    found: list[Tensor] = []
+    for leaf in _pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):
+            found += tensors_in(list(leaf.values()))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, f.name) for f in fields(leaf)])
+    return found
 
 
 # ------------------------------------------------------------------ modules

@@ -324,6 +324,7 @@ class _Reference:
     lr: float  # α
     damping: float  # λ
     weight_decay: float = field(default=0.0, kw_only=True)  # γ
+    vector_decay: float | None = field(default=None, kw_only=True)  # γ of biases and other vectors; None: as all
     momentum: float = field(default=0.9, kw_only=True)  # β of the gradient
     beta: float = field(default=0.9, kw_only=True)  # β of every other moving average
     k: int = field(default=0, init=False)
@@ -338,12 +339,21 @@ class _Reference:
             st.M = self.momentum * st.M + layer.DW
             st.p = st.H_G @ st.M @ st.H_A
             W = weight_matrix(layer.module)
-            set_weight_matrix(layer.module, W - self.lr * (self.scale(name, layer) * st.p + self.weight_decay * W))
+            set_weight_matrix(layer.module, W - self.lr * (self.scale(name, layer) * st.p + self.decayed(layer.module)))
         in_layers = {id(p) for layer in first.layers.values() for p in layer.module.parameters()}
         for name, theta in self.model.named_parameters():
             if id(theta) not in in_layers and name in first.grads:
                 step = self.other_step(name, first.grads[name], other_rate)
-                theta.copy_(theta - self.lr * (step + self.weight_decay * theta))
+                theta.copy_(theta - self.lr * (step + self.decay_of(theta) * theta))
+
+    def decay_of(self, theta: Tensor) -> float:
+        """γ of a parameter."""
+        return self.weight_decay if self.vector_decay is None or theta.ndim > 1 else self.vector_decay
+
+    def decayed(self, module: Any) -> Tensor:
+        """γ W, where γ may be another for the last column of W = [weight, bias]."""
+        parts = (None if theta is None else self.decay_of(theta) * theta for theta in (module.weight, module.bias))
+        return as_matrix(module, *parts)
 
     def scale(self, name: str, layer: Layer) -> float:
         """What a layer's p is multiplied with, beside α: nothing in the paper."""

@@ -2,8 +2,11 @@
 
 import ast
 import copy
+from collections import UserDict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -180,6 +183,22 @@ def test_in_place_operations_reach_hooks_on_the_base() -> None:
 def test_leaves_of_nested_containers() -> None:
     tree = {"a": (1, [2, None]), "b": 3}
     assert _torch.map_leaves(lambda leaf: (leaf,), tree) == {"a": ((1,), [(2,), (None,)]), "b": (3,)}
+
+
+def test_mappings_and_dataclasses_are_trees_too() -> None:
+    @dataclass(frozen=True)
+    class Pair:
+        one: Any
+        other: Any
+        made: Any = field(default=0, init=False)
+
+    t = [torch.tensor(float(i)) for i in range(4)]
+    tree = UserDict(a=Pair(t[0], [t[1], "x"]), b=MappingProxyType({"c": t[2]}))
+    assert _torch.tensors_in((tree, t[3])) == t
+    twice = _torch.map_leaves(lambda leaf: leaf * 2, tree)
+    assert isinstance(twice, UserDict) and twice["a"] == Pair(t[0] * 2, [t[1] * 2, "xx"])
+    assert twice["b"] == {"c": t[2] * 2} and tree["a"].one is t[0]
+    assert _torch.tensors_in(Pair) == [] and _torch.map_leaves(lambda leaf: leaf, Pair) is Pair
 
 
 # ------------------------------------------------------------------ modules

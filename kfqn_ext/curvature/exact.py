@@ -46,7 +46,7 @@ def exact_block(
     Args:
         model: The model; it is left untouched.
         loss_fn: Maps (model output, y) to a scalar f. A module's parameters and buffers are cast with the model's.
-        x: The model's input.
+        x: The model's input; a tuple or list is several, ``model(*x)``, and a mapping several by name, ``model(**x)``.
         y: The targets.
         layer: A linear or convolutional layer, by its name in the model or itself; frozen or not.
         order: "paper": columns of W = [weight, bias] stacked, [*B, p, p] with p = d_in · d_out, which for G > 1

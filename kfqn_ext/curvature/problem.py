@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kfqn_ext._torch import map_leaves, uncompiled
+from kfqn_ext.calling import arguments, explained
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.geometry import LayerGeometry, geometry_of, is_layer, layer_input, refusal
 
@@ -69,7 +70,8 @@ class LayerLoss:
         Args:
             model: Any model, extended or not, with in-place operations or not, in the mode in which it is to run.
             loss_fn: Maps (model output, y) to a scalar, a mean over data.
-            x: The model's input: a tensor, or tensors in tuples, lists and dicts.
+            x: The model's input, with tensors in tuples, lists, mappings and dataclasses. A tuple or list is several
+                inputs, a mapping several by name; a single one of these is given as ``(x,)``.
             y: The targets, likewise.
             layer: A linear or convolutional layer, by its name in the model or itself.
             dtype: Compute in this dtype; the model's own if None. Casts what is floating point in the model, ``x``
@@ -167,7 +169,8 @@ class LayerLoss:
             torch.set_rng_state(self._rng[0])
             for device, state in zip(self._devices, self._rng[1], strict=True):
                 torch.cuda.set_rng_state(state, device)
-            output = functional_call(self.model, tensors, (x,))
+            with explained(self.model, x):
+                output = functional_call(self.model, tensors, *arguments(x))
             loss = self.loss(output)
         if not loss.isfinite():
             bad = ", ".join(name for name, p in self._parameters.items() if not p.isfinite().all())

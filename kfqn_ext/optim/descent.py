@@ -23,6 +23,7 @@ Group = dict[str, Any]
 Direction = Callable[[Layer, Group, Tensor], Tensor | None]
 """(layer, its group, M) ↦ P = H_G M H_A, or None for a layer without curvature, which moves as others do."""
 GradNorms = Mapping[Tensor, Tensor]
+Shrinks = Mapping[Tensor, Rate]
 # A momentum shrinks to 0.005 of itself in so many steps at β = 0.9: far from subnormal, at no cost worth a mention.
 _FLUSH_EVERY = 50
 
@@ -51,7 +52,7 @@ def descend(
         finite: Whether the batch is, bool []; nothing changes where it is not.
         limit: Bound on the squared length of the whole step in the preconditioned norm, []; None for none.
     """
-    gate = Gate(finite)
+    gate, shrinks = Gate(finite), _shrinks(groups)
     for group in groups:
         _forget(_idle_momenta(group, state, plan), gate)
         _accumulate(list(_momenta(group, state, plan)), group, gate)
@@ -60,8 +61,8 @@ def descend(
     for group in groups:
         layers, others = _apart(group, state, plan, recipe.others, direction, grad_norms)
         ready += layers
-        moves += _moves_of_others(others, group, recipe.others, gate)
-    moves += _moves_of_layers(ready, recipe.length, gate)
+        moves += _moves_of_others(others, group, recipe.others, shrinks, gate)
+    moves += _moves_of_layers(ready, recipe.length, shrinks, gate)
     if limit is not None:
         shorten = _shortening(moves, limit)
         moves = [replace(move, rate=move.rate * shorten) for move in moves]
@@ -212,14 +213,24 @@ def _apart(
     return layers, others
 
 
-def _moves_of_others(others: Sequence[Other], group: Group, rule: Others, gate: Gate) -> Iterator[Move]:
+def _shrinks(groups: Sequence[Group]) -> Shrinks:
+    """δ = 1 - αγ of each parameter, from its own group: a bias may have another γ than the weight of its layer."""
+    shrinks: dict[Tensor, Rate] = {}
+    for group in groups:
+        shrinks.update(dict.fromkeys(group["params"], 1.0 - group["lr"] * group["weight_decay"]))
+    return shrinks
+
+
+def _moves_of_others(
+    others: Sequence[Other], group: Group, rule: Others, shrinks: Shrinks, gate: Gate
+) -> Iterator[Move]:
     """Moves of a group's parameters that have no block, or whose layer has no curvature."""
-    lr, rate, shrink = group["lr"], rule.rate(group["lr"], group["damping"]), _shrink(group)
+    lr, rate = group["lr"], rule.rate(group["lr"], group["damping"])
     for other, direction in zip(others, rule.directions(others, group, gate), strict=True):
-        yield Move(other.p, direction, other.momentum, rate, lr, shrink)
+        yield Move(other.p, direction, other.momentum, rate, lr, shrinks[other.p])
 
 
-def _moves_of_layers(ready: Sequence[_Ready], rule: StepLength, gate: Gate) -> Iterator[Move]:
+def _moves_of_layers(ready: Sequence[_Ready], rule: StepLength, shrinks: Shrinks, gate: Gate) -> Iterator[Move]:
     """Moves of layers; the lengths of all that are akin are found together."""
     akin: dict[Any, list[_Ready]] = {}
     for one in ready:
@@ -228,19 +239,13 @@ def _moves_of_layers(ready: Sequence[_Ready], rule: StepLength, gate: Gate) -> I
         found = rule.scales([one.step for one in members], gate)
         scales = [None] * len(members) if found is None else found.unbind()
         for one, scale in zip(members, scales, strict=True):
-            yield from _moves_of_layer(one, one.group["lr"] if scale is None else one.group["lr"] * scale)
+            yield from _moves_of_layer(one, one.group["lr"] if scale is None else one.group["lr"] * scale, shrinks)
 
 
-def _moves_of_layer(one: _Ready, rate: Rate) -> Iterator[Move]:
+def _moves_of_layer(one: _Ready, rate: Rate, shrinks: Shrinks) -> Iterator[Move]:
     parts = zip(_moving_parts(one.layer, one.step.direction), _moving_parts(one.layer, one.step.momentum), strict=True)
     for (p, part), (_, M) in parts:
-        yield Move(p, part, M, rate, rate, _shrink(one.group))
-
-
-def _shrink(group: Group) -> Rate:
-    """δ = 1 - αγ."""
-    shrink: Rate = 1.0 - group["lr"] * group["weight_decay"]
-    return shrink
+        yield Move(p, part, M, rate, rate, shrinks[p])
 
 
 def _shortening(moves: Sequence[Move], limit: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 """A closure for one minibatch: what ``optimizer.step`` evaluates, once or twice."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kfqn_ext._torch import map_leaves, tensors_in
+from kfqn_ext.calling import call
 from kfqn_ext.geometry import fraction_size
 from kfqn_ext.optim.targets import Sampler, loss_of_samples, sampler_for, terms_per_datum
 
@@ -36,8 +39,9 @@ class Minibatch:
             model: The model.
             loss_fn: Maps (model output, y) to a scalar, a mean over data unless the optimizer was told "sum". Where it
                 is a module, its own parameters get the gradient of the first pass alone; clearing it is up to you.
-            x: The model's input; data along dimension 0 of a tensor.
-            y: The targets.
+            x: The model's input; data along dimension 0 of each tensor. A tuple or list is several inputs,
+                ``model(*x)``, and a mapping several by name, ``model(**x)``. A single one of these is ``(x,)``.
+            y: The targets; tensors may be in tuples, lists, mappings and dataclasses, as the model's outputs may.
             sample_targets: f(output, y, generator) -> targets from the predictive distribution, for optimizers that
                 sample (KFAC). Not needed for cross entropy, binary cross entropy with logits and squared error of
                 ``torch.nn``; for a loss that averages nothing but data, one of :mod:`kfqn_ext.optim.targets`.
@@ -45,10 +49,12 @@ class Minibatch:
         Raises:
             ValueError: If ``x`` is a tensor without data.
         """
-        if isinstance(x, Tensor) and (x.ndim == 0 or x.shape[0] == 0):
+        first = next(iter(tensors_in(x)), None)
+        is_empty = first is not None and not first.is_nested and first.ndim > 0 and first.shape[0] == 0
+        if is_empty or (isinstance(x, Tensor) and x.ndim == 0):
             raise ValueError(
-                f"Minibatch: the input has shape {list(x.shape)}, so there is no datum to learn from. "
-                "Drop empty batches (DataLoader(drop_last=True))."
+                f"Minibatch: the input has shape {[] if first is None else list(first.shape)}, so there is no datum to "
+                "learn from. Drop empty batches (DataLoader(drop_last=True))."
             )
         self.model = model
         self.loss_fn = loss_fn
@@ -61,8 +67,17 @@ class Minibatch:
 
         Raises:
             ValueError: If the loss is not a scalar.
+            TypeError: If the model takes no such inputs.
         """
-        return self._checked(self.loss_fn(self.model(self.x), self.y))
+        return self._checked(self.loss_fn(self.output(), self.y))
+
+    def output(self) -> Any:
+        """Run the model on the minibatch.
+
+        Raises:
+            TypeError: If the model takes no such inputs.
+        """
+        return call(self.model, self.x)
 
     def __call__(self) -> Tensor:
         """Clear gradients, evaluate the loss, run its backward pass, and return it."""
@@ -72,18 +87,32 @@ class Minibatch:
         return loss.detach()
 
     def fraction(self, fraction: float) -> "Minibatch":
-        """The first data of the minibatch: a fraction of it, rounded up.
+        """The first data of the minibatch: a fraction of it, rounded up, of every tensor in inputs and targets.
 
         Raises:
-            TypeError: If input or targets are not tensors.
+            TypeError: If there is anything else in them than tensors, ``None`` and truth values.
+            ValueError: If their tensors differ in their number of data.
         """
-        if not isinstance(self.x, Tensor) or not isinstance(self.y, Tensor):
-            raise TypeError(
-                f"Minibatch: can't take a part of {type(self.x).__name__} and {type(self.y).__name__}; both must be "
-                "tensors with data along dimension 0. Use second_pass_fraction=1.0."
-            )
-        size = fraction_size(len(self.x), fraction)
-        return Minibatch(self.model, self.loss_fn, self.x[:size], self.y[:size], self.sample_targets)
+        total = next((t.shape[0] for t in tensors_in((self.x, self.y)) if not t.is_nested and t.ndim > 0), 0)
+        size = fraction_size(total, fraction)
+
+        def cut(value: Any) -> Any:
+            if value is None or isinstance(value, bool) or (isinstance(value, Tensor) and value.ndim == 0):
+                return value
+            if not isinstance(value, Tensor) or value.is_nested:
+                raise TypeError(
+                    f"Minibatch: can't take a part of {'a nested ' * isinstance(value, Tensor)}{type(value).__name__}; "
+                    "inputs and targets must be tensors with data along dimension 0. Use second_pass_fraction=1.0."
+                )
+            if value.shape[0] != total:
+                raise ValueError(
+                    f"Minibatch: can't take a part, for one tensor has {total} data along dimension 0 and another, of "
+                    f"shape {list(value.shape)}, {value.shape[0]}. Use second_pass_fraction=1.0."
+                )
+            return value[:size]
+
+        x, y = map_leaves(cut, self.x), map_leaves(cut, self.y)
+        return Minibatch(self.model, self.loss_fn, x, y, self.sample_targets)
 
     def sampled(self, seed: int) -> None:
         """Run a forward and backward pass of the loss with targets sampled from the predictive distribution.
@@ -96,15 +125,16 @@ class Minibatch:
 
         Raises:
             ValueError: If nothing says what distribution the loss belongs to.
+            TypeError: If the model takes no such inputs.
         """
-        output = self.model(self.x)
-        loss_fn = self.loss_fn
+        output, loss_fn = self.output(), self.loss_fn
         if self.sample_targets is not None:
             sampler, averaged = self.sample_targets, False
         else:
             sampler, averaged = sampler_for(loss_fn)
             loss_fn = loss_of_samples(loss_fn)
-        generator = torch.Generator(output.device).manual_seed(seed)
+        where = next(chain(tensors_in(output), self.model.parameters())).device
+        generator = torch.Generator(where).manual_seed(seed)
         y = sampler(output, self.y, generator)
         loss = self._checked(loss_fn(output, y)) * terms_per_datum(output, self.y, sampler, averaged) ** 0.5
         loss.backward()  # type: ignore[no-untyped-call]

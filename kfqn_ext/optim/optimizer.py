@@ -20,8 +20,9 @@ from kfqn_ext.optim.groups.hyperparameters import BY_GROUP, Shared, complete, sh
 from kfqn_ext.optim.groups.plan import Block, Layer, Plan, make_plan
 from kfqn_ext.optim.groups.repr import render
 from kfqn_ext.optim.groups.schedules import Schedule, apply_schedules, take_schedules
-from kfqn_ext.optim.groups.validation import check_group
+from kfqn_ext.optim.groups.validation import check_arguments, check_group, check_split, settle
 from kfqn_ext.optim.late_warning import LateWarning
+from kfqn_ext.optim.numbers import number
 from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
@@ -137,11 +138,15 @@ class KroneckerOptimizer(Optimizer):
             reduction: "mean" or "sum": what the loss does over the data of a batch.
 
         Raises:
-            ValueError: If a hyperparameter is out of range or the groups do not fit the layers.
+            ValueError: If a hyperparameter is out of range, or weight and bias of a layer are in two groups that differ
+                in more than ``weight_decay``.
             UnsupportedLayerError: If the model has no layer with a Kronecker block.
+            TypeError: If the model is none, or ``params`` are no parameters.
         """
+        check_arguments(model, params, type(self).__name__)
         options = complete(type(self).__name__, shared)
-        step_cap, fraction, reduction = (options[k] for k in ("step_cap", "second_pass_fraction", "reduction"))
+        step_cap, fraction = (number(options[k]) for k in ("step_cap", "second_pass_fraction"))
+        reduction = options["reduction"]
         checks.options(step_cap, fraction, recipe)
         KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
         defaults = {
@@ -270,6 +275,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _ready(self) -> Iteration | None:
         """The minibatch that this step is of; None for one that nothing was measured of."""
+        self._planned.check_places()
         it = self._iteration
         if it is not None and it.stepped:
             self._warn_once(_NEVER_RAN)
@@ -300,7 +306,7 @@ class KroneckerOptimizer(Optimizer):
         if P is None and (self._iteration is None or layer not in self._iteration.rejected):
             self._warn_once(
                 f"Layer {layer.name} has a gradient but was not measured (called through F.linear, compiled before it "
-                "was extended, or its weight frozen?); it takes the momentum direction."
+                f"was extended, or its weight frozen?); it moves by {self.recipe.others.title}, as others do."
             )
         return P
 
@@ -373,6 +379,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _begin(self) -> None:
         """Leave the minibatch before behind."""
+        self._planned.check_places()
         self._forget_empty_state()
         self._follow_parameters()
         if self.second_pass_due:
@@ -524,7 +531,8 @@ class KroneckerOptimizer(Optimizer):
         The model runs in the mode it is in; parameters, ``.grad``, buffers and random numbers are left as they were.
 
         Args:
-            loader: Batches; of a tuple or list, the first entry is the model's input.
+            loader: Batches; of a tuple or list, the first entry is the model's input, and a :class:`Minibatch` has all
+                that is needed.
             forward: Runs the model on one batch of the loader, where the above does not fit.
             progress: Whether to show a progress bar.
 
@@ -575,12 +583,12 @@ class KroneckerOptimizer(Optimizer):
         """Add parameters, for example of layers that were frozen; see ``torch.optim.Optimizer``.
 
         Raises:
-            ValueError: If a hyperparameter is out of range or the group splits a layer.
+            ValueError: If a hyperparameter is out of range, or not that of the group with the rest of a layer.
         """
         if self._plan is None:
             super().add_param_group(param_group)
             return
-        step = self.param_groups[0]["step"]
+        before, step = self._planned, self.param_groups[0]["step"]
         super().add_param_group(self._with_names(param_group))
         group = self.param_groups[-1]
         try:
@@ -594,6 +602,19 @@ class KroneckerOptimizer(Optimizer):
             raise
         self._extend()
         self._schedules.append(schedules)
+        self._forget_former_roles(before)
+
+    def _forget_former_roles(self, before: Plan) -> None:
+        """Drop the state of parameters that have another role now, and the gradients of those that have none.
+
+        A bias joins the layer whose weight is added, and a head that was replaced is no longer the model's.
+        """
+        for p in before.names:
+            role = self._planned.role(p)
+            if role != before.role(p):
+                self.state.pop(p, None)
+            if role is None:
+                p.grad = None  # nobody will clear it any more
 
     def _with_names(self, group: dict[str, Any]) -> dict[str, Any]:
         """Name the parameters of a group where those of the others have names: torch takes no mixture."""
@@ -621,7 +642,10 @@ class KroneckerOptimizer(Optimizer):
             )
 
     def _make_plan(self) -> Plan:
-        return make_plan(self._model, {p: i for i, g in enumerate(self.param_groups) for p in g["params"]})
+        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        plan = make_plan(self._model, group_of, None if self._plan is None else self._plan.names)
+        check_split(self.param_groups, plan.split)
+        return plan
 
     @property
     def _planned(self) -> Plan:
@@ -629,14 +653,19 @@ class KroneckerOptimizer(Optimizer):
         return self._plan
 
     def _apply_schedules(self) -> None:
-        """Set scheduled values for the step that begins; again does no harm, and nothing looks further ahead."""
+        """Set scheduled values for the step that begins; again does no harm, and nothing looks further ahead.
+
+        Then weights and biases in two groups must still have one step: whoever sets a value may have set it in one.
+        """
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
+            settle(group)
             apply_schedules(group, schedules)
+        check_split(self.param_groups, self._planned.split)
 
     def __repr__(self) -> str:
         """Describe the hyperparameters and the treatment of every parameter."""
-        other = self.recipe.others.title
-        return render(type(self).__name__, self.param_groups, self._planned.treatments, other)
+        treatments = self._planned.treatments
+        return render(type(self).__name__, self.param_groups, self._schedules, treatments, self.recipe)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -645,34 +674,64 @@ class KroneckerOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ checkpoints
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as ``torch.optim.Optimizer`` does, with numbers of Python's: a scheduler may set NumPy's."""
+        for group in self.param_groups:
+            settle(group)
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, as precisely as the state of these parameters is kept.
 
-        ``torch.optim.Optimizer`` casts state to the parameter's dtype; here that is float32 at least.
+        ``torch.optim.Optimizer`` casts state to the parameter's dtype; here that is float32 at least. Where the state
+        has the names of its parameters, they say whose it is; else their order does, as in torch.
 
         Raises:
             ValueError: If the state is of another kind of optimizer, another version's, or another model's.
         """
-        state_dict = checkpoint.migrated(state_dict, self.defaults)
+        loadable: dict[str, Any] = {}
+
+        def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loadable.update(self._loadable(given))
+            return loadable
+
+        # Between the hooks of others, which may change what is given, and may look at what was loaded.
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(lambda _: self._take_loaded(loadable), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _loadable(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dictionary in the words of this version, and in the order of these groups; raise where it is none."""
+        state_dict = checkpoint.migrated(given, self.defaults)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        checkpoint.check_loadable(state_dict, parameters, self._planned, self.recipe, type(self).__name__)
-        super().load_state_dict(state_dict)
+        checkpoint.check_layout(state_dict, self.recipe, type(self).__name__)
+        state_dict = checkpoint.in_order(state_dict, self.param_groups, self._planned.names)
+        checkpoint.check_shapes(state_dict, parameters, self._planned, self.recipe)
+        return state_dict
+
+    def _take_loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace the state that torch has cast by the saved one, fitted to its parameters."""
         self._state_is_empty = False
         self._passes.listening.forget()
+        parameters = [p for group in self.param_groups for p in group["params"]]
         for saved_id, p in zip(checkpoint.saved_ids(state_dict), parameters, strict=True):
             if p not in self.state:
                 continue
             saved = state_dict["state"][saved_id]
-            if is_empty(saved):
+            if is_empty(saved) or self._planned.role(p) is None:
                 del self.state[p]
             else:
                 self.state[p] = checkpoint.fitted(saved, p)
 
     def _follow_parameters(self) -> None:
         """Bring the state to where the parameters are, and to their dtype: after ``model.double()`` and its like."""
-        for p, state in self.state.items():
-            if not checkpoint.is_fitted(state, p):
-                self.state[p] = checkpoint.fitted(state, p)
+        for p in self._planned.names:
+            if p in self.state and not checkpoint.is_fitted(self.state[p], p):
+                self.state[p] = checkpoint.fitted(self.state[p], p)
 
     def _is_asked_for_empty_state(self) -> bool:
         """Whether this is ``torch.distributed.checkpoint``: a first step at rate and gradients of zero, for the keys.

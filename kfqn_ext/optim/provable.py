@@ -9,6 +9,7 @@ from kfqn_ext.linalg import powell_identity_lm
 from kfqn_ext.linalg.splits import Given
 from kfqn_ext.optim.groups.schedules import Schedule
 from kfqn_ext.optim.inverses import BatchInverse, SecantLBFGS
+from kfqn_ext.optim.numbers import number
 from kfqn_ext.optim.optimizer import KroneckerOptimizer
 from kfqn_ext.optim.recipe import Recipe
 
@@ -47,6 +48,7 @@ class ProvableKBFGSL(KroneckerOptimizer):
             curvature_update_freq: T; the proofs hold for every T.
             reduction: See there.
         """
+        damping_A, damping_G, mu1, decay = (number(value) for value in (damping_A, damping_G, mu1, decay))
         for name, value in (("damping_A", damping_A), ("damping_G", damping_G)):
             if not value > 0:
                 raise ValueError(f"Invalid {name}: {value}. It must be positive.")

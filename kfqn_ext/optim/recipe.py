@@ -52,7 +52,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Check that what a cell needs is measured."""
-        rules = [type(rule).__name__ for rule in (self.input_inverse, self.output_inverse) if rule.second]
+        rules = [type(rule).__name__ for rule in self._rules if rule.second]
         if rules and self.second_pass is SecondPass.NONE:
             raise ValueError(
                 f"Invalid recipe: {' and '.join(rules)} learn from a second pass, and second_pass is NONE. Give the "
@@ -83,9 +83,18 @@ class Recipe:
         return self.second_pass.sampled and bool(self.starts_from & self.second)
 
     @property
+    def recomputes(self) -> bool:
+        """Whether an inverse is recomputed from time to time, as one that is learned pair by pair is not."""
+        return any(type(rule).update_inverse is not Inverse.update_inverse for rule in self._rules)
+
+    @property
+    def _rules(self) -> tuple[Inverse, Inverse]:
+        return self.input_inverse, self.output_inverse
+
+    @property
     def _traces(self) -> tuple[Kind, ...]:
         """What measures the traces, where the split needs them and the rules do not keep the factors themselves."""
-        known = all(type(rule).trace is not Inverse.trace for rule in (self.input_inverse, self.output_inverse))
+        known = all(type(rule).trace is not Inverse.trace for rule in self._rules)
         return (FactorTraces,) if splits.reads_traces(self.split) and not known else ()
 
 

@@ -196,7 +196,7 @@ def test_inputs_and_outputs_may_be_nested() -> None:
         def forward(self, batch: dict[str, Any]) -> dict[str, Tensor]:
             return {"score": torch.tanh(self.inner(batch["parts"][0]))}
 
-    model, x = Nested(), {"parts": [torch.randn(N, 3)]}
+    model, x = Nested(), ({"parts": [torch.randn(N, 3)]},)
     block = exact_block(model, lambda z, y: (z["score"] - y).square().mean(), x, torch.randn(N, 2), "inner")
     assert block.shape == (8, 8) and float((block - block.T).abs().max()) < 1e-15
     with pytest.raises(TypeError, match="The model returns a dict"):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from backpack import backpack
-from torch import nn
+from torch import Tensor, nn
 
 from kfqn_ext.errors import MissingQuantitiesError, UnsupportedLayerError
 from kfqn_ext.extensions import InputGram, KBFGSQuantities, extend
@@ -118,6 +118,31 @@ def test_an_empty_batch_is_named_as_the_reason() -> None:
         layer(torch.rand(0, 3)).sum().backward()
     with pytest.raises(MissingQuantitiesError, match="empty"):
         ext[layer]
+
+
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_nested_input(layout: torch.layout) -> None:
+    """Of an extended model that is not measured it is nobody's business; else it is called by its name."""
+    model, ext = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 2)), KBFGSQuantities()
+    torch.manual_seed(0)
+    x, grads = nested(layout), []
+    for prepare in (lambda m: m, extend):
+        model.zero_grad()
+        torch.nested.to_padded_tensor(prepare(model)(x), 0.0).sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    with pytest.raises(UnsupportedLayerError, match=r"Linear\(.*nested tensor.*to_padded_tensor"), backpack(ext):
+        torch.nested.to_padded_tensor(model(x), 0.0).sum().backward()
+    with backpack(ext):
+        model(torch.nested.to_padded_tensor(x, 0.0)).sum().backward()
+    assert ext[model[0]].num_data == 2
+    with backpack(KBFGSQuantities(modules=[model[2]])), torch.no_grad():
+        model(x)
 
 
 def test_a_sparse_input() -> None:

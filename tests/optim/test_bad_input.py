@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from kfqn_ext.errors import MissingQuantitiesError, UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities
-from kfqn_ext.optim import Minibatch
+from kfqn_ext.optim import KBFGS, Minibatch
 from kfqn_ext.optim.inverses import GammaInverse, MovingHessianAction, OmegaInverse
 from tests.optim.family import FAMILY, Member, classes, one_per, rows
 
@@ -93,6 +94,65 @@ def test_a_model_without_a_supported_layer(name: str, model: nn.Module, reason: 
     assert reason in str(error.value) and "torch.optim" in str(error.value)
 
 
+NO_MODELS: dict[str, Callable[[nn.Module], Any]] = {
+    "generator": lambda model: model.parameters(),
+    "named": lambda model: model.named_parameters(),
+    "list": lambda model: list(model.parameters()),
+    "groups": lambda model: [{"params": list(model.parameters()), "lr": 0.1}],
+    "class": lambda model: nn.Linear,
+    "none": lambda model: None,
+    "models": lambda model: [model],
+}
+
+
+def builders(name: str) -> list[Callable[..., Any]]:
+    """The row's constructor, and the class with its defaults."""
+    member = FAMILY[name]
+    made: Any = type(member.make(net(), lr=0.1))
+    required = {} if member.has_defaults else {"lr": 0.1}
+    return [lambda *args: member.build(*args, **{**member.fixed, **required}), lambda *args: made(*args, **required)]
+
+
+@each_class
+@pytest.mark.parametrize("which", NO_MODELS)
+def test_no_model_in_the_first_place(name: str, which: str) -> None:
+    model = net()
+    for build in builders(name):
+        with unchanged(model), pytest.raises(TypeError, match=r"the model comes first, \w+\(model\), or") as error:
+            build(NO_MODELS[which](model))
+        assert "parameters alone" in str(error.value)
+
+
+@each_class
+@pytest.mark.parametrize("value", [0.1, 1, np.float32(0.1), torch.tensor(0.1), lambda k: 0.1], ids=lambda v: type(v))
+def test_a_rate_in_the_place_of_the_parameters(name: str, value: Any) -> None:
+    model = net()
+    for build in builders(name):
+        with unchanged(model), pytest.raises(TypeError, match=r"`lr` is a keyword: \w+\(model, lr="):
+            build(model, value)
+
+
+@each_class
+@pytest.mark.parametrize("part", [False, True])
+def test_a_module_in_the_place_of_the_parameters(name: str, part: bool) -> None:
+    model = net()
+    for build in builders(name):
+        with unchanged(model), pytest.raises(TypeError, match=r"module.parameters\(\)\) those of a module in it"):
+            build(model, model[3] if part else model)
+
+
+def test_an_optimizer_that_is_built_of_parameters_alone(tmp_path: Any) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = net()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with unchanged(model), pytest.raises(TypeError, match="the model comes first, .*ZeroRedundancyOptimizer"):
+            ZeroRedundancyOptimizer(model.parameters(), KBFGS, lr=0.1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @each_class
 def test_a_model_without_parameters(name: str) -> None:
     with pytest.raises(ValueError, match="empty parameter list"):
@@ -160,8 +220,8 @@ def test_parameters_of_another_model(name: str) -> None:
 @each_class
 def test_weight_and_bias_in_different_groups(name: str) -> None:
     model = net()
-    groups = [{"params": [model[3].weight]}, {"params": [model[3].bias]}]
-    with unchanged(model), pytest.raises(ValueError, match="Weight and bias of 3 are in different parameter groups"):
+    groups = [{"params": [model[3].weight]}, {"params": [model[3].bias], "lr": 0.2}]
+    with unchanged(model), pytest.raises(ValueError, match="Weight and bias of 3 .* 0 and 1 have the lr 0.1 and 0.2"):
         FAMILY[name].make(model, params=groups, lr=0.1)
 
 

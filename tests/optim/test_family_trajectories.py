@@ -168,6 +168,33 @@ def test_ten_steps_equal_the_reference(row: str, T: int) -> None:
         assert bool(moved) == (member.secant_G or member.action_G) and bool(d.A.kept) == member.action_A, d.name
 
 
+def by_dimensions(model: nn.Module) -> list[dict[str, Any]]:
+    """The groups of most training scripts: biases and norms are spared the weight decay."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["weights first", "biases first"])
+@pytest.mark.parametrize("row", FAMILY)
+def test_ten_steps_with_weights_and_biases_in_two_groups(row: str, order: int) -> None:
+    """Without dropout, whose random numbers the seeds of the sampled targets shift."""
+    model, twin = net(), net()
+    for m in (model, twin):
+        m[8] = nn.Identity()
+    member, dense = FAMILY[row], TWINS[row]
+    common = {"lr": 0.05, "damping": DAMPING}
+    optimizer = member.make(model, params=by_dimensions(model)[::order], T=2, **common)
+    frequencies = {"T1": 2, "sample_targets": second_best} if member.samples else {"T": 2}
+    reference = dense.make(twin, weight_decay=0.1, vector_decay=0.0, **frequencies, **common)
+    run(optimizer, model, reference, twin, lambda *batch: Minibatch(*batch, sample_targets=second_best))
+    assert {p for p, state in optimizer.state.items() if "H_A" in state or "pairs_A" in state} <= {
+        p for p in model.parameters() if p.ndim > 1
+    }
+
+
 def gram_factors(model: nn.Module, targets: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Ω and Γ over all data, with the data's targets or those of `second_best`."""
     model = copy.deepcopy(model)

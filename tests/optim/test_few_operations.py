@@ -19,6 +19,10 @@ def operations(row: str, blocks: int, **options: Any) -> int:
     body = [layer for _ in range(blocks) for layer in (nn.Conv2d(2, 2, 3, padding=1, bias=False), nn.BatchNorm2d(2))]
     model = nn.Sequential(*body, nn.Flatten(), nn.Linear(32, 3))
     member = FAMILY[row]
+    if "vector_decay" in options:
+        decays = {True: options.pop("weight_decay"), False: options.pop("vector_decay")}
+        parameters = [[p for p in model.parameters() if (p.ndim > 1) is matrices] for matrices in decays]
+        options["params"] = [{"params": p, "weight_decay": decays[p[0].ndim > 1]} for p in parameters]
     optimizer = member.make(model, lr=0.05, damping=0.5, T=20, **member.taken(inverse_update_freq=20), **options)
     batch = Minibatch(model, F.cross_entropy, torch.randn(6, 2, 4, 4), torch.arange(6) % 3)
     optimizer.step(batch)
@@ -35,6 +39,7 @@ def operations(row: str, blocks: int, **options: Any) -> int:
         # Each of the three gradients is cleared, each parameter steps, and there are two products.
         ("KBFGS", {}, 8, 40),
         ("KBFGS", {"weight_decay": 1e-3}, 11, 40),  # and the decay of each
+        ("KBFGS", {"weight_decay": 1e-3, "vector_decay": 0.0}, 9, 50),  # that of the weight alone, in two groups
         ("KBFGS", {"direction_dtype": torch.bfloat16}, 10, 40),  # and two casts of the direction
         # And for the layer's length two products, three copies, a sum, and three for its own rate; for the two others
         # gradients that are cleared once more.

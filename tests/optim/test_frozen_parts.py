@@ -84,7 +84,7 @@ def test_beside_a_frozen_weight_the_bias_takes_its_momentum(name: str) -> None:
 def test_a_frozen_weight_is_told_of() -> None:
     model, optimizer = started("KBFGS")
     model[0].weight.requires_grad_(False)
-    with pytest.warns(UserWarning, match="Layer 0 .*its weight frozen.*takes the momentum direction"):
+    with pytest.warns(UserWarning, match=f"Layer 0 .*its weight frozen.*moves by {optimizer.recipe.others.title}, "):
         optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
 
 

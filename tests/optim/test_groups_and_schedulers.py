@@ -128,7 +128,7 @@ def test_a_half_frozen_layer(name: str, frozen: str) -> None:
     getattr(model[3], frozen).requires_grad_(False)
     optimizer, before = FAMILY[name].make(model, lr=0.1, weight_decay=0.1), values(model[3])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a layer without a trainable weight takes the momentum direction
+        warnings.simplefilter("ignore")  # that a layer without a trainable weight moves without a block
         for _ in range(3):
             step(model, optimizer)
     moved = [not torch.equal(p, q) for p, q in zip(model[3].parameters(), before, strict=True)]
@@ -260,6 +260,21 @@ def test_repr_says_which_parameter_gets_which_treatment_and_why(name: str) -> No
         and all(optimizer.recipe.others.title in line for line in normed)
         and "parametrized" in lines["normed.bias"]
     )
+
+
+@each
+def test_repr_says_how_much_has_a_block_and_what_is_scheduled(name: str) -> None:
+    model, member = net(), FAMILY[name]
+    optimizer = member.make(model, lr=lambda k: 0.5 / k, T=lambda k: 2)
+    text, covered = repr(optimizer), 6 * 5 + 5 + 5 * 3 + 3
+    assert f"in blocks: {100 * covered / (covered + 10):.1f}% of 63 parameters" in text
+    assert f"{member.T}=2 (a function of the step)" in text and "lr=0.5 (a function of the step)" in text
+    assert ("inverse_update_freq" in text) == optimizer.recipe.recomputes
+    assert member.samples <= optimizer.recipe.recomputes and not (member.action_A and optimizer.recipe.recomputes)
+    step(model, optimizer)
+    step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.125
+    assert f"{member.T}=2 (a function" in repr(optimizer) and "lr=0.125," in repr(optimizer)
 
 
 def test_tied_weights_take_the_momentum_direction() -> None:

@@ -23,7 +23,11 @@ CASES = [
         for option in ("bfloat16 direction", "weight decay")
         for name in firsts(lambda member: member.recipe.second_pass)
     ),
-    *((name, "groups") for name in firsts(lambda member: member.recipe.second_pass)),
+    *(
+        (name, option)
+        for option in ("groups", "weights and biases")
+        for name in firsts(lambda member: member.recipe.second_pass)
+    ),
 ]
 QUICK = [(name, "plain") for name in classes()]  # in every dtype
 
@@ -36,6 +40,9 @@ def make(name: str, option: str, model: nn.Sequential) -> Any:
         rest = [p for layer in model[1:] for p in layer.parameters()]
         first = {"params": list(model[0].parameters()), "lr": 0.02, FAMILY[name].T: 1}
         options["params"] = [first, {"params": rest, FAMILY[name].T: 2}]
+    if option == "weights and biases":
+        of_both = [[p for p in model.parameters() if (p.ndim > 1) is matrices] for matrices in (True, False)]
+        options["params"] = [{"params": p, "weight_decay": 0.1 / i} for i, p in enumerate(of_both, start=1)]
     return FAMILY[name].make(model, **options)
 
 

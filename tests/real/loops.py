@@ -536,7 +536,7 @@ def model_copies() -> None:
 
 
 def groups() -> None:
-    """lr, damping, T and weight decay by group; a layer split over two groups is refused."""
+    """lr, damping, T and weight decay by group; weight and bias of a layer in two groups have one step."""
     model = net()
     optimizer = KBFGS(
         model,
@@ -551,8 +551,10 @@ def groups() -> None:
     optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
     moved = {k.split(".")[0] for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
     assert moved == {"3", "5"} and optimizer.diagnostics()[1].G.kept == 0 and optimizer.diagnostics()[2].G.kept == 1
-    with pytest.raises(ValueError, match="Weight and bias of 0 .*same group"):
-        KBFGS(model, [{"params": [model[0].weight]}, {"params": [model[0].bias]}])
+    two = [{"params": [model[0].weight], "weight_decay": 0.1}, {"params": [model[0].bias]}]
+    assert "with the weight decay of group 1" in repr(KBFGS(model, two))
+    with pytest.raises(ValueError, match="Weight and bias of 0 .*have the lr .*Only weight_decay may differ"):
+        KBFGS(model, [two[0], {**two[1], "lr": 0.1}])
 
 
 def unfreezing() -> None:

@@ -12,7 +12,8 @@ Generated from the list that the tests run (`python -m tests.real.matrix`); each
 `tests/real/test_support.py::test_row`.
 
 * **works**: measured and preconditioned, and equal to a reference.
-* **momentum**: trains; the parameters that no block covers take the momentum direction, as `repr(optimizer)` says.
+* **momentum**: trains; the parameters that no block covers move by AdamW, or in the paper's form by their momentum, as
+  `repr(optimizer)` says.
 * **refused**: an error or a warning says what was found, why it can't work, and what to write instead.
 
 Data are along dimension 0 of a layer's input. With `batch_first=False` that is time: the layers train, with the roles
@@ -23,7 +24,7 @@ FAMILIES = """
 
 Layers with a Kronecker block by the optimizer's table, of all Linear and Conv layers. Swin's attention multiplies with
 the weights of its `qkv` and `proj` layers without calling them: the optimizer notices in the first step, names them in
-a warning, and they take the momentum direction. ViT's `in_proj_weight` and `out_proj` belong to MultiheadAttention.
+a warning, and they move without a block. ViT's `in_proj_weight` and `out_proj` belong to MultiheadAttention.
 
 | family | model | layers | parameters in them |
 |---|---|---|---|

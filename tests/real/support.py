@@ -4,7 +4,8 @@
 A row says what a user's model or script does, what then happens, and why. ``check`` is the proof. The verdicts:
 
 * works: measured and preconditioned, as the reference says;
-* momentum: trains, and the parameters named take the momentum direction, as the optimizer's table says;
+* momentum: trains, and the parameters named move without a block, by AdamW or their momentum, as the optimizer's table
+  says;
 * refused: an error or a warning says what was found, why it can't work, and what to write instead.
 """
 
@@ -45,7 +46,7 @@ ROWS: list[Row] = [
         ("tied weights", M, "the gradient is a sum over several layers, no layer's own", models.tied_weights),
         ("head tied to an embedding", M, "as tied weights; the other layers are preconditioned", models.embedding_tied_to_the_head),
         ("unused layers", W, "no gradient: neither moved nor decayed; curvature starts when they are used", models.unused_layer),
-        ("frozen weight", M, "nothing is measured; a trainable bias beside it takes the momentum direction, with a warning", models.frozen_weight),
+        ("frozen weight", M, "nothing is measured; a trainable bias beside it moves without a block, with a warning", models.frozen_weight),
         ("frozen bias", W, "the bias stays a coordinate of the block and does not move", models.frozen_bias),
         ("frozen first layer", W, "the layers behind it are measured", models.frozen_first_layer),
         ("subclasses", W, "a subclass that does not override `forward` computes h = W a", models.subclass),
@@ -55,8 +56,8 @@ ROWS: list[Row] = [
         ("old weight_norm and spectral_norm", M, "as parametrized layers", models.old_weight_norm),
         ("lazy layers", R, "no shape yet: run one forward pass, then build the optimizer; `extend` may come before", models.lazy_layers),
         ("MultiheadAttention", M, "its projections are weights that no layer is called with", models.multihead_attention),
-        ("TransformerEncoderLayer", W, "linear1 and linear2; attention and norms take the momentum direction. With `batch_first=True`: dimension 0 is data", models.transformer_layer),
-        ("norms and embeddings", M, "not of the form h = W a: rate α/λ; the layers around them are preconditioned", models.norms_and_embeddings),
+        ("TransformerEncoderLayer", W, "linear1 and linear2; attention and norms have no block. With `batch_first=True`: dimension 0 is data", models.transformer_layer),
+        ("norms and embeddings", M, "not of the form h = W a: moved by AdamW, in the paper's form by their momentum; the layers around them are preconditioned", models.norms_and_embeddings),
         ("BatchNorm", W, "running statistics count a minibatch once; before it ∂h̄ = 0, and H_G stays I/λ_G", models.batch_norm),
         ("transposed convolutions", M, "not of a registered kind", models.transposed_convolution),
         ("unbatched inputs", W, "one datum; a 2-d input of a linear layer is a batch", models.unbatched_input),
@@ -106,12 +107,12 @@ ROWS: list[Row] = [
         ("gradient clipping", W, "between the phases; the second pass is not disturbed", loops.clipping),
         ("learning-rate schedulers", W, "every kind that torch has", loops.schedulers),
         ("SWA, EMA, deepcopy of a model", W, "copies carry working hooks", loops.model_copies),
-        ("parameter groups", W, "lr, damping, T, weight decay; a layer split over two groups is an error", loops.groups),
+        ("parameter groups", W, "lr, damping, T, weight decay; weight and bias of a layer may be in two groups that differ in the decay alone", loops.groups),
         ("unfreezing", W, "`add_param_group`", loops.unfreezing),
         ("set_to_none", W, "both ways", loops.set_to_none),
         ("closure or phases", W, "bit for bit the same", loops.closure_and_phases_agree),
         ("torch.compile after", W, "graph breaks at the layers; build the optimizer first", loops.compiled_after),
-        ("torch.compile before", R, "compiled code runs no new hooks: a warning names each layer, which takes the momentum direction", loops.compiled_before),
+        ("torch.compile before", R, "compiled code runs no new hooks: a warning names each layer, which moves without a block", loops.compiled_before),
         ("torch.func and Hessian-vector products", W, "on an extended model", loops.functional_transforms),
         ("no waiting for the device", W, "between curvature updates no number is read", loops.ordinary_step_never_waits),
     ),

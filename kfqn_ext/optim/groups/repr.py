@@ -1,20 +1,30 @@
 """The text of ``repr(optimizer)``."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from kfqn_ext.optim.groups.plan import OTHER, Treatment
-from kfqn_ext.optim.groups.schedules import WRITTEN
+from kfqn_ext.optim.groups.schedules import WRITTEN, Schedule, followed
+from kfqn_ext.optim.recipe import Recipe
 
 _HIDDEN = ("params", "param_names", "layout", WRITTEN)
 
 
-def render(name: str, groups: Sequence[dict[str, Any]], treatments: Sequence[Treatment], other: str) -> str:
-    """Lay out hyperparameters by group and the treatment of every parameter; ``other`` is that of what has no block."""
-    lines = [f"{name} ("]
-    for i, group in enumerate(groups):
-        values = ", ".join(f"{k}={v}" for k, v in group.items() if k not in _HIDDEN)
-        lines.append(f"  group {i}: {values}")
+def render(
+    name: str,
+    groups: Sequence[dict[str, Any]],
+    schedules: Sequence[dict[str, Schedule]],
+    treatments: Sequence[Treatment],
+    recipe: Recipe,
+) -> str:
+    """Lay out hyperparameters by group, the treatment of every parameter, and how much of the model has a block."""
+    lines, other = [f"{name} ("], recipe.others.title
+    hidden = (*_HIDDEN, *(() if recipe.recomputes else ("inverse_update_freq",)))
+    for i, (group, functions) in enumerate(zip(groups, schedules, strict=True)):
+        scheduled = followed(group, functions)
+        shown = {k: f"{v} (a function of the step)" if k in scheduled else v for k, v in group.items()}
+        lines.append(f"  group {i}: " + ", ".join(f"{k}={v}" for k, v in shown.items() if k not in hidden))
     cells = [("parameter", "shape", "treatment", "how, or why")]
     for r in treatments:
         treatment = other if r.treatment == OTHER else r.treatment
@@ -22,4 +32,6 @@ def render(name: str, groups: Sequence[dict[str, Any]], treatments: Sequence[Tre
     widths = [max(len(row[i]) for row in cells) for i in range(3)]
     for row in cells:
         lines.append("  " + "  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=True)), row[3]]))
-    return "\n".join([*lines, ")"])
+    sizes = [(prod(r.shape), r.treatment != OTHER) for r in treatments]
+    total, covered = sum(size for size, _ in sizes), sum(size for size, has_block in sizes if has_block)
+    return "\n".join([*lines, f"  in blocks: {covered / total:.1%} of {total:,} parameters", ")"])

@@ -7,10 +7,9 @@ a group keeps what its schedules last wrote: who sets another value has taken ov
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from kfqn_ext.optim.groups.hyperparameters import UPDATE_FREQS
 from kfqn_ext.optim.groups.validation import check_group
+from kfqn_ext.optim.numbers import number
 
 Schedule = Callable[[int], Any]
 SCHEDULABLE = ("lr", "damping", *UPDATE_FREQS, "inverse_update_freq", "weight_decay")
@@ -63,7 +62,7 @@ def running_mean(decay: float = 0.9) -> Callable[[int], float]:
 def take_schedules(group: dict[str, Any], step: int) -> dict[str, Schedule]:
     """Replace a group's functions by their values for the next step, and return the functions."""
     found: dict[str, Schedule] = {key: group[key] for key in SCHEDULABLE if callable(group.get(key))}
-    _write(group, {key: schedule(step + 1) for key, schedule in found.items()})
+    _write(group, {key: number(schedule(step + 1)) for key, schedule in found.items()})
     return found
 
 
@@ -75,9 +74,14 @@ def apply_schedules(group: dict[str, Any], schedules: dict[str, Schedule]) -> No
     """
     if schedules:
         step = group["step"] + 1
-        values = {key: schedule(step) for key, schedule in schedules.items() if _is_followed(group, key)}
+        values = {key: number(schedule(step)) for key, schedule in schedules.items() if _is_followed(group, key)}
         check_group({**group, **values})
         _write(group, values, dict.fromkeys(schedules))
+
+
+def followed(group: dict[str, Any], schedules: dict[str, Schedule]) -> set[str]:
+    """Which of a group's values still come from its functions."""
+    return {key for key in schedules if _is_followed(group, key)}
 
 
 def _is_followed(group: dict[str, Any], key: str) -> bool:
@@ -87,6 +91,4 @@ def _is_followed(group: dict[str, Any], key: str) -> bool:
 
 
 def _write(group: dict[str, Any], values: dict[str, Any], others: dict[str, Any] | None = None) -> None:
-    # Numbers, as torch's schedulers change a tensor in place.
-    written = {key: float(value) if isinstance(value, Tensor) else value for key, value in values.items()}
-    group.update({**values, WRITTEN: {**(others or {}), **written}})
+    group.update({**values, WRITTEN: {**(others or {}), **values}})

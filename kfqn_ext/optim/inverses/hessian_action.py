@@ -13,7 +13,7 @@ from kfqn_ext.linalg.padded import stack, times_each
 from kfqn_ext.linalg.pairs import dot
 from kfqn_ext.optim.inverses.averages import Decay, check_decay, move_towards
 from kfqn_ext.optim.inverses.base import InputInverse, Kinds, Measured, Seen, State, count, start_count, times
-from kfqn_ext.optim.inverses.lbfgs import check_history_size, start_pairs, times_pairs, update_pairs
+from kfqn_ext.optim.inverses.lbfgs import checked_history_size, start_pairs, times_pairs, update_pairs
 
 
 def _actions(rule: InputInverse, states: Sequence[State], seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ class HessianActionLBFGS(InputInverse):
 
     def __post_init__(self) -> None:
         """Check p."""
-        check_history_size(self.history_size)
+        object.__setattr__(self, "history_size", checked_history_size(self.history_size))
 
     first: ClassVar[Kinds] = (InputQuantities,)
 

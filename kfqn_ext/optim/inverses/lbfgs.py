@@ -5,6 +5,7 @@ from the pairs at each update instead.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +15,17 @@ from kfqn_ext.linalg.compact import push_unit_pair
 from kfqn_ext.linalg.padded import stack, unstack
 from kfqn_ext.linalg.pairs import unit_pair
 from kfqn_ext.optim.inverses.base import State
+from kfqn_ext.optim.numbers import integer, is_count
 
 
-def check_history_size(history_size: int) -> None:
-    """Raise a ValueError where p is no count of pairs."""
-    if not isinstance(history_size, int) or history_size < 1:
+def checked_history_size(history_size: Any) -> int:
+    """P as an integer of Python's; raise a ValueError where it is no count of pairs."""
+    p = integer(history_size)
+    if not is_count(p):
         raise ValueError(
             f"Invalid history_size: {history_size}. It must be an integer of at least 1: how many pairs are kept."
         )
+    return int(p)
 
 
 def start_pairs(state: State, which: str, like: Tensor, history_size: int, gamma: Tensor) -> None:

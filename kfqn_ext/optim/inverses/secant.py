@@ -22,7 +22,7 @@ from kfqn_ext.optim.inverses.base import (
     start_count,
     write,
 )
-from kfqn_ext.optim.inverses.lbfgs import check_history_size, divide, start_pairs, times_pairs, update_pairs
+from kfqn_ext.optim.inverses.lbfgs import checked_history_size, divide, start_pairs, times_pairs, update_pairs
 from kfqn_ext.optim.inverses.scaled_identity import ScaledIdentity, inverse_damping
 from kfqn_ext.optim.inverses.unit import LossUnit, Unit
 
@@ -133,7 +133,7 @@ class SecantLBFGS(Secant):
     def __post_init__(self) -> None:
         """Check the constants."""
         super().__post_init__()
-        check_history_size(self.history_size)
+        object.__setattr__(self, "history_size", checked_history_size(self.history_size))
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         start_pairs(state, "G", like, self.history_size, self.initial(damping))

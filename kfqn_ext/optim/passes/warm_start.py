@@ -10,6 +10,8 @@ from backpack import backpack
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from kfqn_ext._torch import map_leaves
+from kfqn_ext.calling import call
 from kfqn_ext.extensions import Gram, InputGram, averaged, input_gradients_only
 from kfqn_ext.geometry import layer_input
 from kfqn_ext.linalg import full_precision
@@ -19,7 +21,7 @@ from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
 from kfqn_ext.optim.passes.replay import cuda_devices
 from kfqn_ext.optim.passes.snapshot import left_as_it_was
-from kfqn_ext.optim.recipe import Recipe
+from kfqn_ext.optim.recipe import Recipe, SecondPass
 
 
 def measure_data(
@@ -39,7 +41,8 @@ def measure_data(
         recipe: The recipe.
         reduction: "mean" or "sum": what the loss does over the data of a batch.
         loader: Batches.
-        forward: Runs the model on a batch; by default on its first entry, moved to the model's device.
+        forward: Runs the model on a batch; by default on its first entry, moved to the model's device. A
+            :class:`Minibatch` runs itself.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -50,12 +53,7 @@ def measure_data(
     """
     kinds = recipe.starts_from
     inputs_suffice = kinds <= {InputGram}
-    if not inputs_suffice and forward is None:
-        raise ValueError(
-            "warm_start: this optimizer's initial curvature needs gradients. Pass forward=f, where f(batch) runs a "
-            "forward and backward pass, e.g. lambda batch: Minibatch(model, loss_fn, *batch).sampled(seed=0)."
-        )
-    run = forward or partial(_run, model, layers[0].weight.device)
+    run = forward or partial(_run, model, layers[0].weight.device, None if inputs_suffice else recipe.second_pass)
     averages: dict[nn.Module, dict[Kind, Any]] = {}
     count = 0
     with left_as_it_was(model), torch.random.fork_rng(devices=cuda_devices(model)):
@@ -78,9 +76,22 @@ def _add(averages: dict[nn.Module, dict[Kind, Any]], seen: dict[nn.Module, dict[
             known[kind] = averaged([known[kind], new]) if kind in known else new
 
 
-def _run(model: nn.Module, device: torch.device, batch: Any) -> None:
-    x = batch[0] if isinstance(batch, (tuple, list)) else batch
-    model(x.to(device))
+def _run(model: nn.Module, device: torch.device, differentiated: SecondPass | None, batch: Any) -> None:
+    """Run the model on a batch; where its gradients count, with the targets that the second pass has."""
+    is_minibatch = all(hasattr(batch, name) for name in ("output", "sampled"))
+    if is_minibatch and differentiated is not None:
+        batch.sampled(seed=0) if differentiated.sampled else batch()
+    elif is_minibatch:
+        batch.output()
+    elif differentiated is not None:
+        raise ValueError(
+            "warm_start: this optimizer's initial curvature needs gradients. Pass forward=f, where f(batch) runs a "
+            "forward and backward pass, e.g. lambda batch: Minibatch(model, loss_fn, *batch).sampled(seed=0), or a "
+            "loader of Minibatch."
+        )
+    else:
+        x = batch[0] if type(batch) in (tuple, list) else batch
+        call(model, map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, x))
 
 
 def _pass(

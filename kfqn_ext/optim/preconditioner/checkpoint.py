@@ -1,6 +1,6 @@
 """State that was saved: does it fit this model and this optimizer, and in which dtype and where is it kept?"""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -56,10 +56,75 @@ def _rename(mapping: dict[str, Any], old: str, new: str) -> dict[str, Any]:
     return mapping
 
 
-def check_loadable(
-    state_dict: Mapping[str, Any], parameters: Iterable[Tensor], plan: Plan, recipe: Recipe, name: str
-) -> None:
-    """Raise a ValueError where a state is of another kind of optimizer, another version's, or another model's."""
+def in_order(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]
+) -> dict[str, Any]:
+    """A state dictionary with its groups and parameters in the order of an optimizer's, where it has their names.
+
+    Args:
+        state_dict: What was saved; nothing in it is changed.
+        groups: The optimizer's.
+        names: Those of the model's parameters, for groups without ``param_names``.
+
+    Raises:
+        ValueError: If its parameters have other names than the optimizer's, or are grouped otherwise.
+    """
+    saved = state_dict["param_groups"]
+    saved_names = [group.get("param_names", []) for group in saved]
+    if any(len(found) != len(group["params"]) for found, group in zip(saved_names, saved, strict=True)):
+        return dict(state_dict)  # without names, or somebody has changed one of the two
+    own_names = [group.get("param_names", [names[p] for p in group["params"]]) for group in groups]
+    given = all("param_names" in group for group in groups)
+    order = _order(saved_names, own_names, given)
+    if order is None:
+        return dict(state_dict)
+    ordered = []
+    for i, own in zip(order, own_names, strict=True):
+        ids = dict(zip(saved_names[i], saved[i]["params"], strict=True))
+        ordered.append({**saved[i], "params": [ids[name] for name in own], "param_names": list(own)})
+    return {**state_dict, "param_groups": ordered}
+
+
+def _order(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]], given: bool) -> list[int] | None:
+    """Which saved group is which of the own ones, by the names in them; None where these do not tell.
+
+    Args:
+        saved: The names that were saved with each group.
+        own: The optimizer's.
+        given: Whether somebody has given these to it. Else others say nothing.
+    """
+    before, now = ([name for group in groups for name in group] for groups in (saved, own))
+    if len({*before}) < len(before) or len({*now}) < len(now):
+        return None
+    if {*before} != {*now}:
+        if not given:
+            return None
+        lacking, more = _listed({*now} - {*before}), _listed({*before} - {*now})
+        raise ValueError(
+            f"This state is not that of these parameter groups: of their parameters it lacks {lacking}, and it has "
+            f"{more} beside them. Build model and optimizer as they were built when the state was saved. Where names "
+            "alone have changed, rename them in group['param_names'] of the state's param_groups, or delete these "
+            "lists to load by order."
+        )
+    groups = {frozenset(group): i for i, group in enumerate(saved)}
+    found = [groups.get(frozenset(group)) for group in own]
+    for group, i in zip(own, found, strict=True):
+        if i is None:
+            raise ValueError(
+                f"This state has its parameters in other groups: {_listed({*group})} make one here. Build the "
+                "optimizer with the groups that it had when the state was saved, or delete 'param_names' of the "
+                "state's param_groups to load by order."
+            )
+    return [i for i in found if i is not None]
+
+
+def _listed(names: Collection[str], most: int = 3) -> str:
+    shown = ", ".join(sorted(names)[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"
+
+
+def check_layout(state_dict: Mapping[str, Any], recipe: Recipe, name: str) -> None:
+    """Raise a ValueError where a state is of another kind of optimizer, or another version's."""
     found = {group.get("layout", "0, without a mark") for group in state_dict["param_groups"]}
     if found - {layout(recipe)}:
         raise ValueError(
@@ -67,6 +132,10 @@ def check_loadable(
             "output inverse): it was saved by another version of the package or by another optimizer. Load it with "
             "that one; or load the model alone and start with fresh curvature (warm_start)."
         )
+
+
+def check_shapes(state_dict: Mapping[str, Any], parameters: Iterable[Tensor], plan: Plan, recipe: Recipe) -> None:
+    """Raise a ValueError where a state is another model's, as the shapes of its tensors tell."""
     for saved_id, p in zip(saved_ids(state_dict), parameters, strict=False):  # torch compares the numbers
         layer = plan.layers.get(p)
         whose = f"parameter {saved_id!r}, here of shape {list(p.shape)}"
@@ -81,6 +150,8 @@ def saved_ids(state_dict: Mapping[str, Any]) -> list[Any]:
 
 def _expected_state(p: Tensor, plan: Plan, recipe: Recipe) -> State:
     """What the state of a parameter can hold, as tensors without numbers, on the device "meta"."""
+    if plan.role(p) is None:
+        return {}
     layer, p = plan.layers.get(p), p.detach().to("meta")
     if layer is None:
         return blocks.empty_other(p, recipe)

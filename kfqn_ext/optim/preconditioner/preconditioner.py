@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kfqn_ext.linalg.power_iteration import start_vector
 from kfqn_ext.optim.groups.plan import Block
-from kfqn_ext.optim.inverses import Inverse, Measured, Seen, State
+from kfqn_ext.optim.inverses import Measured, Seen, State
 from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.preconditioner import block as blocks
 from kfqn_ext.optim.preconditioner.normalized import NormalizedLayers
@@ -34,8 +34,6 @@ class Preconditioner:
         self._warn_once = warn_once
         # In a pass with sampled targets A comes from Ω.
         self._starts_from = recipe.starts_from & recipe.second if recipe.starts_in_second_pass else recipe.starts_from
-        rules = recipe.input_inverse, recipe.output_inverse
-        self._recomputes = any(type(rule).update_inverse is not Inverse.update_inverse for rule in rules)
 
     # ------------------------------------------------------------------ what is to be measured
 
@@ -136,7 +134,7 @@ class Preconditioner:
 
     def update_inverses(self, due: Iterable[Block]) -> None:
         """Recompute what is not learned pair by pair."""
-        if self._recomputes:
+        if self.recipe.recomputes:
             for block in due:
                 if blocks.is_started(block):
                     blocks.update_inverses(block, self.recipe)
