@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from backpack import backpack
-from backpack.context import CTX
 from torch import Tensor, nn
 
+from kfqn_ext.extensions import SingleCalls, measuring
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.passes import checks
@@ -47,6 +46,7 @@ class Passes:
         self._repeats = recipe.second_pass is not SecondPass.NONE
         self._loss_reduction, self._fraction = loss_reduction, fraction
         self._replay = Replay(model)
+        self._single_calls = SingleCalls()
 
     @property
     def fraction(self) -> float:
@@ -87,10 +87,7 @@ class Passes:
         may_repeat = may_repeat and self._repeats
         if may_repeat:
             self._replay.record()
-        with (
-            self.listening.paused(),
-            backpack(*CTX.get_active_exts(), *measurement.extensions, extension_hook=CTX.get_extension_hook()),
-        ):
+        with self.listening.paused(), measuring(measurement.extensions):
             yield results
         checks.first_pass(measurement, gradients)
         if may_repeat and self._fraction < 1:
@@ -108,6 +105,8 @@ class Passes:
             probes,
             loss_scale,
             lambda kind: compared if kind in self._compared else self._fraction,
+            of_grad=True,
+            single=self._single_calls,
         )
 
     def results(self, measurement: Measurement) -> Results:
@@ -134,7 +133,7 @@ class Passes:
         with (
             checks.reaching(layers, measurement),
             self._replay.repeat([layer.module for layer in layers]),
-            backpack(*measurement.extensions),
+            measuring(measurement.extensions, alone=True),
         ):
             yield results
         checks.loss_scale(measurement)
