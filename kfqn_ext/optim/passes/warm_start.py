@@ -114,6 +114,8 @@ def _inputs(layers: Sequence[Layer], run: Callable[[Any], Any], batch: Any) -> d
 
     with ExitStack() as stack, torch.no_grad():
         for layer in layers:
-            stack.callback(layer.module.register_forward_hook(partial(watch, layer), with_kwargs=True, prepend=True).remove)
+            stack.callback(
+                layer.module.register_forward_hook(partial(watch, layer), with_kwargs=True, prepend=True).remove
+            )
         run(batch)
     return found
