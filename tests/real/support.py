@@ -5,13 +5,14 @@ A row says what a user's model or script does, what then happens, and why. ``che
 
 * works: measured and preconditioned, as the reference says;
 * momentum: trains, and the parameters named take the momentum direction, as the optimizer's table says;
-* refused: an error or a warning says what was found, why it can't work, and what to write instead.
+* refused: an error or a warning says what was found, why it can't work, and what to write instead;
+* unseen: trains, and learns from a part without a word, for nothing tells; the row says what to write instead.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.real import drop_in, loops, memory, models, processes, state, trainers
+from tests.real import calls, drop_in, loops, memory, models, processes, state, trainers
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def _rows(area: str, *rows: tuple[str, str, str, Callable[[], None]]) -> list[Ro
     return [Row(area, *row) for row in rows]
 
 
-W, M, R = "works", "momentum", "refused"
+W, M, R, U = "works", "momentum", "refused", "unseen"
 ROWS: list[Row] = [
     *_rows(
         "models",
@@ -41,7 +42,13 @@ ROWS: list[Row] = [
         ("in-place sums", W, "`out += shortcut` after a layer, also `*=`", models.in_place_sum),
         ("in-place on views", W, "the hook sits on the view's base", models.in_place_on_a_view),
         ("in-place dropout", W, "the second pass draws the same mask", models.in_place_dropout),
-        ("module used twice", W, "its calls are merged as one batch", models.module_used_twice),
+        ("module used twice", W, "its calls are merged as one batch; A is looked at along the mean input of all of them", models.module_used_twice),
+        ("weights used again by F.linear", U, "the layer's own calls are measured, and the gradient is a sum: autograd does not tell another product from a penalty. Call the layer itself, whose calls are merged, or leave its weight to another optimizer", calls.weight_used_again),
+        ("penalties on weights", W, "in the gradient, and not in the curvature, as any weight decay", calls.penalties_on_weights),
+        ("hooks that change outputs", W, "before or after `extend`, prepended or not: the layer's own output is watched before they run", calls.hooks_that_change_outputs),
+        ("hooks that change inputs or gradients", W, "what the layer multiplied, and the gradient that entered it", calls.hooks_that_change_inputs_or_gradients),
+        ("global forward hooks", M, "they run before all others: a warning names each layer; register hooks on modules", calls.global_forward_hooks),
+        ("functional_call with other weights", M, "weight noise, MAML: the gradient is not the layer's own; a warning names each layer. With the model's own parameters it works", calls.functional_call_with_other_weights),
         ("tied weights", M, "the gradient is a sum over several layers, no layer's own", models.tied_weights),
         ("head tied to an embedding", M, "as tied weights; the other layers are preconditioned", models.embedding_tied_to_the_head),
         ("unused layers", W, "no gradient: neither moved nor decayed; curvature starts when they are used", models.unused_layer),
@@ -90,6 +97,9 @@ ROWS: list[Row] = [
         ("two forwards, evaluation between", W, "each backward pass finds its own call's input", loops.two_forwards_and_an_evaluation),
         ("auxiliary passes", W, "`autograd.grad(loss, x)` and `create_graph=True` are passed over; wrap them in `backpack.disable()` in a closure", loops.auxiliary_passes),
         ("auxiliary pass in a closure", R, "not disabled, the second pass takes it for data: a warning, nothing learned", loops.auxiliary_pass_in_a_closure),
+        ("gradients that are returned", W, "`autograd.grad(loss, weights)` in a first pass, for GradNorm or a log, is no data", calls.gradients_that_are_returned),
+        ("weights changed before the backward pass", M, "in place: a warning names the layer. What is written through `.data` nobody can see", calls.weights_changed_before_the_backward_pass),
+        ("two models in two threads", W, "as alone, where they draw no random numbers: torch's generators are the process's", calls.two_models_in_two_threads),
         ("step without first_pass", R, "when curvature is due: a warning, and no older measurement is used", loops.measurements_are_used_once),
         ("step without anything", R, "the error shows both forms", loops.step_without_a_closure),
         ("backward(inputs=...)", W, "layers outside have no result, and reading one says why", loops.partial_backward),
