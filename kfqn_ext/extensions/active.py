@@ -5,15 +5,41 @@ Those are active in all threads of the process: of two models that train in two 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from backpack.context import CTX
-from torch import nn
+from torch import Tensor, nn
 
 from kfqn_ext._torch import of_thread, set_of_thread
 
 _KEY = "kfqn_ext.extensions.active"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Layers that are to have an output gradient, whatever needs one.
+
+    Attributes:
+        layers: These.
+        zeros: What was added to outputs so far, with a gradient of their own: a pass adds to it where it would add to
+            those of parameters that are frozen.
+        entries: The layers whose outputs get one in every call: a graph begins with one of them.
+    """
+
+    layers: frozenset[nn.Module] = frozenset()
+    zeros: list[Tensor] = field(default_factory=list)
+    entries: set[nn.Module] = field(default_factory=set)
+
+    def zero_for(self, module: nn.Module, output: Tensor) -> Tensor | None:
+        """What to add to the output of a call; None where that needs nothing."""
+        begins = not self.entries or module in self.entries
+        if module not in self.layers or (output.requires_grad and not begins):
+            return None
+        self.entries.add(module)
+        self.zeros.append(torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True))
+        return self.zeros[-1]
 
 
 @dataclass(frozen=True)
@@ -23,12 +49,12 @@ class Active:
     Attributes:
         extensions: What measures.
         alone: Whether extensions of ``backpack(...)`` are to wait.
-        reached: Layers that are to have an output gradient whatever needs one.
+        reached: Layers that are to have an output gradient.
     """
 
     extensions: tuple[Any, ...] = ()
     alone: bool = False
-    reached: frozenset[nn.Module] = frozenset()
+    reached: Reached = Reached()
 
     def of(self, module: nn.Module) -> list[Any]:
         """The extensions that are to run for a layer from the hooks of this package."""
@@ -74,5 +100,5 @@ def measuring(extensions: Iterable[Any], alone: bool = False) -> Iterator[None]:
 def reaching(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Give layers an output gradient in the passes of the body, whatever needs one."""
     now = active()
-    with _holding(replace(now, reached=now.reached.union(layers))):
+    with _holding(replace(now, reached=Reached(now.reached.layers.union(layers)))):
         yield

@@ -12,9 +12,9 @@ from backpack.extensions.backprop_extension import FAIL_SILENT
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from torch import Tensor, nn
 
-from kfqn_ext._torch import accumulates_gradient_of, computes_gradient_of
+from kfqn_ext._torch import computes_gradient_of
 from kfqn_ext.errors import MissingQuantitiesError
-from kfqn_ext.extensions.calls import call_of, objection_to
+from kfqn_ext.extensions.calls import call_of, is_added_up, objection_to
 from kfqn_ext.extensions.pooling import pooled, shares
 from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling, checked_subsampling, geometry_of, refusal
 from kfqn_ext.linalg import full_precision
@@ -52,7 +52,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     loss_scale: float | None = None
     """What the loss was multiplied with before its backward pass (``GradScaler.get_scale()``); None for nothing."""
     of_grad = False
-    """Whether passes count only where they add to ``weight.grad``: what ``autograd.grad`` returns is no step's."""
+    """Whether passes count only where they add to ``weight.grad``, or would if it were not frozen for them: what
+    ``autograd.grad`` returns is no step's."""
     follows_grad = False
     """Whether results belong to ``weight.grad``, and are forgotten where that was set to None since."""
     in_part: ClassVar[bool] = False
@@ -153,7 +154,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             return None
         weight = cast(Tensor, module.weight)
         if self.of_grad:
-            return geometry if accumulates_gradient_of(weight) else None
+            return geometry if is_added_up(module) else None
         named = self._only is not None
         return geometry if (named or weight.requires_grad) and computes_gradient_of(weight) else None
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from kfqn_ext._torch import current_backward, has_global_forward_hooks, version_of
+from kfqn_ext._torch import accumulates_gradient_of, current_backward, has_global_forward_hooks, version_of
+from kfqn_ext.extensions.active import active
 
 CALL = "_kfqn_call"
 
@@ -23,6 +24,8 @@ class Call:
         self._used = {name: (weakref.ref(p), version_of(p)) for name, p in used.items() if p is not None}
         self.trained = any(p is not None and p.requires_grad for p in used.values())
         self._own_output = not has_global_forward_hooks()
+        reached = active().reached
+        self._zeros = tuple(reached.zeros) if module in reached.layers else None
 
     def objection(self, module: nn.Module) -> str | None:
         """Why this was not h = W a + b with the W and b that the layer has now; None where it was."""
@@ -45,6 +48,18 @@ class Call:
                 )
         return None
 
+    def is_added_up(self, module: nn.Module) -> bool:
+        """Whether the pass that runs adds to the weight's ``.grad`` or, where that is frozen, to that of a zero.
+
+        A call inside a reentrant checkpoint is in a pass that adds, for torch refuses others.
+        """
+        weight = module._parameters["weight"]
+        if weight is not None and weight.requires_grad:
+            return accumulates_gradient_of(weight)
+        if self._zeros is None:
+            return False
+        return self.within >= 0 or any(map(accumulates_gradient_of, reversed(self._zeros)))
+
 
 def call_of(module: nn.Module) -> tuple[Any, int]:
     """The call that a layer's gradient has arrived for, as an object, and the number of the backward pass.
@@ -56,6 +71,12 @@ def call_of(module: nn.Module) -> tuple[Any, int]:
     if call is None:  # BackPACK's own hooks, which keep the output of each call
         return module.output, backward
     return call, backward if call.within < 0 else call.within
+
+
+def is_added_up(module: nn.Module) -> bool:
+    """Whether the pass that runs adds up to the layer's ``.grad``, or would if that were wanted."""
+    call: Call | None = module.__dict__.get(CALL)
+    return call is None or call.is_added_up(module)
 
 
 def objection_to(module: nn.Module) -> tuple[str | None, bool]:

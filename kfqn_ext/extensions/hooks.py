@@ -35,6 +35,7 @@ from kfqn_ext.geometry import is_layer, layer_input
 from kfqn_ext.linalg.precision import without_autocast
 
 _HANDLES = "_kfqn_hooks"
+_SHOWN = ("output", "input0", CALL)
 _DATA_PARALLEL = (
     "nn.DataParallel runs copies of the layers, which live for one forward pass: what is measured on them is lost. "
     "Use one device, or one process for each device and reduce the quantities among them."
@@ -162,19 +163,19 @@ def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return None  # computations that go on, and one that is written down
     if is_replica(module):
         raise UnsupportedLayerError(_DATA_PARALLEL)
-    replaced = module in active().reached and not output.requires_grad
-    if replaced:
-        output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
+    zero = active().reached.zero_for(module, output)
+    if zero is not None:
+        output = output + zero
     if output.requires_grad and _may_be_measured(module):
         _register(module, layer_input(args, kwargs), output)
-    return output if replaced else None
+    return None if zero is None else output
 
 
 def _may_be_measured(module: nn.Module) -> bool:
     """Whether to keep the input, which autograd itself does not keep where the weight is frozen."""
     weight = module._parameters.get("weight")  # not module.weight, which may run a parametrization
     trained = weight is not None and weight.requires_grad
-    return trained or module in active().reached or bool(active().of(module))
+    return trained or module in active().reached.layers or bool(active().of(module))
 
 
 def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
@@ -207,12 +208,13 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
 def _run_extensions(exts: Sequence[Any], module: nn.Module, call: Call, kept: list[Any], g: Tensor) -> None:
     """Call the extensions as BackPACK's backward hook does, with the module's input at hand for this call only."""
     own = call.objection(module) is None  # an extension of this package says why it passes over another call
-    wanted = [ext for ext in exts if (ext.wanted(module) if isinstance(ext, LayerExtension) else own)]
+    before = {name: module.__dict__.pop(name) for name in _SHOWN if name in module.__dict__}
     # First-order extensions read the output's shape alone; the true output may have been overwritten since.
-    shown = {"output": g, CALL: call} | ({"input0": _input(module, kept)} if wanted else {})
-    before = {name: module.__dict__[name] for name in shown if name in module.__dict__}
-    module.__dict__.update(shown)
+    module.__dict__.update({"output": g, CALL: call})
     try:
+        wanted = [ext for ext in exts if (ext.wanted(module) if isinstance(ext, LayerExtension) else own)]
+        if wanted:
+            module.__dict__["input0"] = _input(module, kept)
         with without_autocast():
             for ext in wanted:
                 if ext.expects_backpropagation_quantities():
@@ -224,8 +226,8 @@ def _run_extensions(exts: Sequence[Any], module: nn.Module, call: Call, kept: li
             if active().runs_backpacks(module):
                 CTX.get_extension_hook()(module)
     finally:
-        for name in shown:
-            del module.__dict__[name]
+        for name in _SHOWN:
+            module.__dict__.pop(name, None)
         module.__dict__.update(before)
 
 

@@ -129,7 +129,8 @@ class Passes:
             RuntimeError: If none of the layers was called, or gradients came in float16 without a ``loss_scale``.
         """
         results = Results()
-        measurement = Measurement(wanted, self._loss_reduction, Probes(A=lambda module, a_bar: None), loss_scale)
+        probes = Probes(A=lambda module, a_bar: None)
+        measurement = Measurement(wanted, self._loss_reduction, probes, loss_scale, of_grad=True)
         with (
             checks.reaching(layers, measurement),
             self._replay.repeat([layer.module for layer in layers]),
