@@ -7,7 +7,7 @@ that changes it is noticed there, and met here.
 from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
+
+T = TypeVar("T")
 
 # ------------------------------------------------------------------ the backward pass that runs
 
@@ -59,6 +62,23 @@ def accumulates_gradient_of(leaf: Tensor) -> bool:
         return False
 
 
+# ------------------------------------------------------------------ threads
+
+
+def of_thread(key: str, default: T) -> T:
+    """What :func:`set_of_thread` has set in this thread; in a backward pass, in the thread that started it.
+
+    torch runs backward passes on a GPU in threads of its own, which inherit these values.
+    """
+    found: T = torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default
+    return found
+
+
+def set_of_thread(key: str, value: object) -> None:
+    """Set a value for this thread, and for the backward passes that it starts from now on."""
+    torch._C._stash_obj_in_tls(key, value)
+
+
 # ------------------------------------------------------------------ transformations
 
 
@@ -92,7 +112,10 @@ def base_of(t: Tensor) -> Tensor | None:
 
 
 def version_of(t: Tensor) -> int:
-    """How often a tensor was written to in place; 0 for those of inference mode, of which torch keeps no count."""
+    """How often a tensor was written to; 0 for one of ``torch.inference_mode``, which nobody counts.
+
+    What is written through ``t.data`` is not counted either.
+    """
     return 0 if t.is_inference() else t._version
 
 
@@ -129,6 +152,17 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------ modules
+
+
+def has_global_forward_hooks() -> bool:
+    """Whether hooks see, and may change, the output of every module before the module's own hooks do."""
+    return bool(nn.modules.module._global_forward_hooks)
+
+
+def run_hook_first(module: nn.Module, handle: RemovableHandle) -> None:
+    """Let one of a module's forward hooks run before its others in the call that is about to begin."""
+    hooks: Any = module._forward_hooks  # an OrderedDict, which torch declares as a dict
+    hooks.move_to_end(handle.id, last=False)
 
 
 def is_batch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import threading
 from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -123,6 +124,54 @@ def test_a_tensor_without_gradient_has_none_added_to() -> None:
     assert answers == [False]
 
 
+# ------------------------------------------------------------------ threads
+
+
+def test_a_value_of_a_thread_is_that_thread_s_alone() -> None:
+    found = []
+    _torch.set_of_thread("test", "mine")
+    thread = threading.Thread(target=lambda: found.append(_torch.of_thread("test", "nobody's")))
+    thread.start()
+    thread.join()
+    assert (_torch.of_thread("test", "nobody's"), found) == ("mine", ["nobody's"])
+    _torch.set_of_thread("test", None)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_pass_sees_the_values_of_the_thread_that_starts_it(device: str, reentrant: bool) -> None:
+    """On a GPU it runs in another one, and so does what a checkpoint computes again."""
+    seen = []
+
+    def block(x: Tensor) -> Tensor:
+        seen.append(_torch.of_thread("test", "nobody's"))
+        h = x.sin()
+        if h.requires_grad:
+            h.register_hook(lambda g: seen.append(_torch.of_thread("test", "nobody's")))
+        return h
+
+    def run(name: str) -> None:
+        barrier.wait()
+        _torch.set_of_thread("test", name)
+        loss = checkpoint(block, torch.ones(3, requires_grad=True, device=device), use_reentrant=reentrant).sum()
+        _torch.set_of_thread("test", name + ", changed")
+        barrier.wait()
+        loss.backward()
+
+    barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in ("one", "two"):
+        assert seen.count(name) == 1 and seen.count(name + ", changed") == 2
+    assert len(seen) == 6
+
+
 # ------------------------------------------------------------------ transformations
 
 
@@ -180,6 +229,33 @@ def test_in_place_operations_reach_hooks_on_the_base() -> None:
     assert fired == ["base"]
 
 
+def test_versions_count_what_is_written() -> None:
+    """But through ``data``: nobody can see that."""
+    p = nn.Parameter(torch.ones(2))
+    versions = [_torch.version_of(p)]
+    with torch.no_grad():
+        p.mul_(2)
+    versions.append(_torch.version_of(p))
+    p.data.mul_(2)
+    versions.append(_torch.version_of(p))
+    assert versions == [0, 1, 1]
+    with torch.inference_mode():
+        assert _torch.version_of(torch.ones(2).mul_(2)) == 0
+
+
+def test_hooks_on_a_node_see_what_hooks_on_its_tensor_have_made_of_the_gradient() -> None:
+    """Whenever these were registered; and a pass that ends at the tensor does not enter the node."""
+    leaf, seen = torch.ones(3, requires_grad=True), []
+    h = 2 * leaf
+    assert h.grad_fn is not None
+    h.grad_fn.register_prehook(lambda gradients: seen.append(float(gradients[0].sum())))
+    h.register_hook(lambda g: 5 * g)
+    torch.autograd.grad(h.sum(), h, retain_graph=True)
+    assert seen == []
+    h.sum().backward()
+    assert seen == [15] and leaf.grad is not None and leaf.grad.tolist() == [10, 10, 10]
+
+
 def test_leaves_of_nested_containers() -> None:
     tree = {"a": (1, [2, None]), "b": 3}
     assert _torch.map_leaves(lambda leaf: (leaf,), tree) == {"a": ((1,), [(2,), (None,)]), "b": (3,)}
@@ -225,6 +301,24 @@ def test_the_projection_that_attention_does_not_call() -> None:
     x = torch.rand(3, 2, 4)
     attention(x, x, x)
     assert not called
+
+
+def test_global_hooks_are_known() -> None:
+    assert not _torch.has_global_forward_hooks()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert _torch.has_global_forward_hooks()
+    handle.remove()
+    assert not _torch.has_global_forward_hooks()
+
+
+def test_a_hook_is_made_the_first() -> None:
+    """In the call for which a pre-hook asks for it."""
+    layer, order = nn.Linear(2, 2), []
+    handle = layer.register_forward_hook(lambda *_: order.append("mine"))
+    layer.register_forward_pre_hook(lambda module, args: _torch.run_hook_first(module, handle))
+    layer.register_forward_hook(lambda *_: order.append("prepended"), prepend=True)
+    layer(torch.ones(1, 2))
+    assert order == ["mine", "prepended"]
 
 
 def test_replicas_are_known_by_a_mark() -> None:

@@ -1,11 +1,12 @@
 """BackPACK extensions that emit what Kronecker-factored quasi-Newton methods need from a layer."""
 
+from kfqn_ext.extensions.active import measuring, read_inputs
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.fisher_product import FisherProduct, FisherProducts, OutputProbe
 from kfqn_ext.extensions.gram import Gram, InputGram
 from kfqn_ext.extensions.gram_operator import GramOperator
-from kfqn_ext.extensions.hooks import extend, input_gradients_only, listen, read_inputs, unextend
-from kfqn_ext.extensions.inputs import InputMoments, InputQuantities, Probe
+from kfqn_ext.extensions.hooks import extend, input_gradients_only, listen, unextend
+from kfqn_ext.extensions.inputs import InputMoments, InputQuantities, Probe, SingleCalls
 from kfqn_ext.extensions.kbfgs import KBFGSQuantities, LayerMoments
 from kfqn_ext.extensions.kfac import KFACFactors, KroneckerFactors
 from kfqn_ext.extensions.pooling import averaged, pooled
@@ -27,11 +28,13 @@ __all__ = [
     "LayerMoments",
     "OutputProbe",
     "Probe",
+    "SingleCalls",
     "Traces",
     "averaged",
     "extend",
     "input_gradients_only",
     "listen",
+    "measuring",
     "pooled",
     "read_inputs",
     "unextend",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kfqn_ext._torch import computes_gradient_of
 from kfqn_ext.errors import MissingQuantitiesError
-from kfqn_ext.extensions.calls import call_of
+from kfqn_ext.extensions.calls import call_of, is_added_up, objection_to
 from kfqn_ext.extensions.pooling import pooled, shares
 from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling, checked_subsampling, geometry_of, refusal
 from kfqn_ext.linalg import full_precision
@@ -24,11 +24,12 @@ Q = TypeVar("Q")
 
 @dataclass(frozen=True)
 class _Entry(Generic[Q]):
-    """A result, the backward pass that gave it, and the calls in it."""
+    """A result, the last backward pass that it is of, the calls in it, and whether one pass had several of them."""
 
     backward: int
     result: Q
     calls: tuple[weakref.ref[Any], ...]
+    several: bool
 
 
 class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[misc]  # BackPACK has no types
@@ -40,7 +41,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     Results belong to the extension: ``ext[module]``. They are also set on the layer's weight, as BackPACK does,
     under ``savefield``. A backward pass overwrites what an earlier one left; calls of one layer within a pass are
     merged, as if their inputs were one batch. Layers that can't be measured are passed over; so are layers whose
-    weight needs no gradient, unless ``modules`` names them.
+    weight needs no gradient, unless ``modules`` names them. A layer that was called with other weights than it holds
+    has no result in that pass.
     """
 
     savefield: ClassVar[str]
@@ -49,6 +51,9 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     """Whether results are set on the weights; turned off where nobody is to keep them alive."""
     loss_scale: float | None = None
     """What the loss was multiplied with before its backward pass (``GradScaler.get_scale()``); None for nothing."""
+    of_grad = False
+    """Whether passes count only where they add to ``weight.grad``, or would if it were not frozen for them: what
+    ``autograd.grad`` returns is no step's."""
     follows_grad = False
     """Whether results belong to ``weight.grad``, and are forgotten where that was set to None since."""
     in_part: ClassVar[bool] = False
@@ -86,6 +91,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         self.saw_empty_batch = False
         self.saw_half = False
         self._results: WeakKeyDictionary[nn.Module, _Entry[Q]] = WeakKeyDictionary()
+        self._objections: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()  # in which pass, and why
 
     @abstractmethod
     def measure(self, module: nn.Module, layer: LayerPass) -> Q:
@@ -147,18 +153,33 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         if geometry is None:
             return None
         weight = cast(Tensor, module.weight)
+        if self.of_grad:
+            return geometry if is_added_up(module) else None
         named = self._only is not None
         return geometry if (named or weight.requires_grad) and computes_gradient_of(weight) else None
 
     def __call__(self, module: nn.Module, g_inp: tuple[Any, ...], g_out: tuple[Tensor, ...]) -> None:
         """Measure one layer; BackPACK calls this in the backward pass."""
         geometry = self.wanted(module)
-        if geometry is None:
+        if geometry is None or self._objects(module):
             return
         self.saw_half |= g_out[0].dtype == torch.float16
         x, scale = cast(Tensor, module.input0), self.loss_scale or 1.0
         with torch.no_grad(), full_precision():
             self._take(module, LayerPass.of(geometry, module, x, g_out[0], self.reduction, self._subsampling, scale))
+
+    def _objects(self, module: nn.Module) -> bool:
+        """Whether this call is to be passed over, or another has ruled out that the pass is measured of the layer."""
+        backward, (why, trained) = call_of(module)[1], objection_to(module)
+        if why is not None and cast(Tensor, module.weight).requires_grad and not trained:
+            return True  # with weights that are held fixed, as a teacher's: no part of the layer's gradient
+        if why is not None:
+            if module in self._results:
+                self._forget(module)
+            self._objections[module] = backward, why
+        elif module in self._objections and self._objections[module][0] != backward and self._is_past(module):
+            del self._objections[module]
+        return module in self._objections
 
     def _take(self, module: nn.Module, layer: LayerPass) -> None:
         """Make, or extend, the result of a layer."""
@@ -176,7 +197,9 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             result = self.measure(module, layer)
         else:
             result = (self._add_gradient if repeated else self.merge)(module, old.result, layer)
-        self._results[module] = _Entry(backward, result, calls if repeated else (*calls, weakref.ref(call)))
+        several = old is not None and (old.several or (not repeated and old.backward == backward))
+        calls = calls if repeated else (*calls, weakref.ref(call))
+        self._results[module] = _Entry(backward, result, calls, several)
         if self.mirrored:
             setattr(module.weight, self.savefield, result)
 
@@ -201,6 +224,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         """Forget all results, and take them off the weights."""
         for module in list(self._results):
             self._forget(module)
+        self._objections.clear()
 
     def get(self, module: nn.Module) -> Q | None:
         """Look up the result of a layer; None where there is none."""
@@ -242,11 +266,13 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             return f": {why}."
         if self._only is not None and module not in self._only:
             return ": it is not among `modules`."
+        if module in self._objections:
+            return f": {self._objections[module][1]}."
         empty = " A batch that some layer saw was empty: there is nothing to average." if self.saw_empty_batch else ""
         return (
             f".{empty} A result needs an extended model (kfqn_ext.extend) and a backward pass that reaches the layer "
             "inside `with backpack(ext):`, for a frozen weight the forward pass as well (input_gradients_only reaches "
             "a layer below which nothing is trained). Layers whose weight needs no gradient are passed over unless "
-            "`modules` names them, and so are passes that do not compute it, as autograd.grad(loss, x), and those with "
-            "create_graph=True."
+            "`modules` names them, and so are passes that do not compute it, as autograd.grad(loss, x) or those of "
+            "weights of another's under torch.func.functional_call, and those with create_graph=True."
         )

@@ -1,10 +1,12 @@
-"""Which call of a layer an extension is called for, and in which backward pass."""
+"""Which call of a layer an extension is called for, in which backward pass, and whether it was h = W a + b."""
 
+import weakref
 from typing import Any
 
 from torch import nn
 
-from kfqn_ext._torch import current_backward
+from kfqn_ext._torch import accumulates_gradient_of, current_backward, has_global_forward_hooks, version_of
+from kfqn_ext.extensions.active import active
 
 CALL = "_kfqn_call"
 
@@ -12,9 +14,51 @@ CALL = "_kfqn_call"
 class Call:
     """One call of a layer, alive as long as its graph: tells a second pass through it from another call."""
 
-    def __init__(self) -> None:
-        """Remember the backward pass that the forward pass runs in, as in a reentrant checkpoint; -1 for none."""
+    def __init__(self, module: nn.Module) -> None:
+        """Remember what a layer multiplies with, which is not held.
+
+        The backward pass that the forward pass runs in, as in a reentrant checkpoint, is remembered too; -1 for none.
+        """
         self.within: int = current_backward()
+        used = {name: module._parameters.get(name) for name in ("weight", "bias")}
+        self._used = {name: (weakref.ref(p), version_of(p)) for name, p in used.items() if p is not None}
+        self.trained = any(p is not None and p.requires_grad for p in used.values())
+        self._own_output = not has_global_forward_hooks()
+        reached = active().reached
+        self._zeros = tuple(reached.zeros) if module in reached.layers else None
+
+    def objection(self, module: nn.Module) -> str | None:
+        """Why this was not h = W a + b with the W and b that the layer has now; None where it was."""
+        if not self._own_output:
+            return (
+                "a global forward hook (torch.nn.modules.module.register_module_forward_hook) may have changed its "
+                "output before that was watched; register the hook on the modules"
+            )
+        for name, (used, version) in self._used.items():
+            held = module._parameters.get(name)
+            if held is None or held is not used():
+                return (
+                    f"it was called with another {name} than it has, as by torch.func.functional_call, whose gradient "
+                    "is not the layer's own"
+                )
+            if version_of(held) != version:
+                return (
+                    f"its {name} was changed in place between forward and backward pass; change it when the backward "
+                    "pass has ended"
+                )
+        return None
+
+    def is_added_up(self, module: nn.Module) -> bool:
+        """Whether the pass that runs adds to the weight's ``.grad`` or, where that is frozen, to that of a zero.
+
+        A call inside a reentrant checkpoint is in a pass that adds, for torch refuses others.
+        """
+        weight = module._parameters["weight"]
+        if weight is not None and weight.requires_grad:
+            return accumulates_gradient_of(weight)
+        if self._zeros is None:
+            return False
+        return self.within >= 0 or any(map(accumulates_gradient_of, reversed(self._zeros)))
 
 
 def call_of(module: nn.Module) -> tuple[Any, int]:
@@ -27,3 +71,18 @@ def call_of(module: nn.Module) -> tuple[Any, int]:
     if call is None:  # BackPACK's own hooks, which keep the output of each call
         return module.output, backward
     return call, backward if call.within < 0 else call.within
+
+
+def is_added_up(module: nn.Module) -> bool:
+    """Whether the pass that runs adds up to the layer's ``.grad``, or would if that were wanted."""
+    call: Call | None = module.__dict__.get(CALL)
+    return call is None or call.is_added_up(module)
+
+
+def objection_to(module: nn.Module) -> tuple[str | None, bool]:
+    """Why the call that a layer's gradient has arrived for is not to be measured, and whether it has a gradient of W.
+
+    BackPACK's own hooks don't tell.
+    """
+    call: Call | None = module.__dict__.get(CALL)
+    return (None, True) if call is None else (call.objection(module), call.trained)

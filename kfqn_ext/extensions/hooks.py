@@ -1,8 +1,9 @@
 """``extend``: hooks that run BackPACK's extensions and survive networks that modify their outputs in place.
 
 BackPACK attaches full backward hooks, which wrap a module's output in a view; an in-place ReLU or ``+=`` after the
-module then raises in the forward pass. Here a forward hook registers a tensor hook on the output, which autograd
-keeps with the tensor's value at that time. Inside ``with backpack(ext):`` it makes the same call,
+module then raises in the forward pass. Here a forward hook, before all others of the module, registers a hook on the
+node of autograd's graph that has made the output: it is called with the gradient that enters the layer, whatever
+others make of output and gradient. Inside ``with backpack(ext):`` it makes the same call,
 ``ext(module, g_inp, g_out)``, so one extension serves models that were extended either way.
 """
 
@@ -17,20 +18,29 @@ from backpack.context import CTX
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from kfqn_ext._torch import base_of, is_batched, is_replica, is_traced, is_transformed, keeps_graph
+from kfqn_ext._torch import (
+    base_of,
+    is_batched,
+    is_replica,
+    is_traced,
+    is_transformed,
+    keeps_graph,
+    run_hook_first,
+)
 from kfqn_ext.errors import UnsupportedLayerError
+from kfqn_ext.extensions.active import active, reaching
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.calls import CALL, Call
 from kfqn_ext.geometry import is_layer, layer_input
 from kfqn_ext.linalg.precision import without_autocast
 
-_HANDLE = "_kfqn_hook"
+_HANDLES = "_kfqn_hooks"
+_SHOWN = ("output", "input0", CALL)
 _DATA_PARALLEL = (
     "nn.DataParallel runs copies of the layers, which live for one forward pass: what is measured on them is lost. "
     "Use one device, or one process for each device and reduce the quantities among them."
 )
 _ANY = torch.zeros((), requires_grad=True)
-_input_gradients_only: frozenset[nn.Module] = frozenset()  # layers that are to have an output gradient
 
 
 def extend(model: nn.Module) -> nn.Module:
@@ -53,9 +63,9 @@ def extend(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.DataParallel):
             raise UnsupportedLayerError(_DATA_PARALLEL)
-        if is_layer(module) and not hasattr(module, _HANDLE):
-            handle = module.register_forward_hook(_watch_output, with_kwargs=True, prepend=True)
-            object.__setattr__(module, _HANDLE, handle)
+        if is_layer(module) and not hasattr(module, _HANDLES):
+            watch = module.register_forward_hook(_watch_output, with_kwargs=True, prepend=True)
+            object.__setattr__(module, _HANDLES, (watch, module.register_forward_pre_hook(_go_first)))
     return model
 
 
@@ -69,10 +79,11 @@ def unextend(model: nn.Module) -> nn.Module:
         The model.
     """
     for module in model.modules():
-        handle: RemovableHandle | None = getattr(module, _HANDLE, None)
-        if handle is not None:
+        handles: tuple[RemovableHandle, ...] = getattr(module, _HANDLES, ())
+        for handle in handles:
             handle.remove()
-            object.__delattr__(module, _HANDLE)
+        if handles:
+            object.__delattr__(module, _HANDLES)
     return model
 
 
@@ -81,7 +92,8 @@ def input_gradients_only(model: nn.Module, layers: Iterable[nn.Module] | None = 
     """Run forward-backward passes that reach extended layers but compute no parameter's gradient.
 
     Parameters are frozen, and a layer whose output would then not need a gradient gets one through a zero that is
-    added to its output. No ``.grad`` changes. Below the first of the layers, autograd has nothing to do.
+    added to its output. No ``.grad`` changes. Below the first of the layers, autograd has nothing to do. Contexts in
+    contexts reach the layers of all of them.
 
     Args:
         model: An extended model.
@@ -90,33 +102,15 @@ def input_gradients_only(model: nn.Module, layers: Iterable[nn.Module] | None = 
     Yields:
         Nothing.
     """
-    global _input_gradients_only
     trained = [p for p in model.parameters() if p.requires_grad]
-    before = _input_gradients_only
     try:
-        _input_gradients_only = frozenset(model.modules() if layers is None else layers)
         for p in trained:
             p.requires_grad_(False)
-        yield
+        with reaching(model.modules() if layers is None else layers):
+            yield
     finally:
-        _input_gradients_only = before
         for p in trained:
             p.requires_grad_(True)
-
-
-Reader = Callable[[nn.Module, Tensor | None], None]
-"""Takes note of a layer's call and of its input, in the forward pass; of no input where a transformation hides it."""
-_readers: list[Reader] = []
-
-
-@contextmanager
-def read_inputs(reader: Reader) -> Iterator[None]:
-    """Show a function every call of an extended layer in the body, measured or not."""
-    _readers.append(reader)
-    try:
-        yield
-    finally:
-        _readers.remove(reader)
 
 
 Listener = Callable[[nn.Module], Sequence[LayerExtension[Any]]]
@@ -142,7 +136,7 @@ def listen(modules: Iterable[nn.Module], listener: Listener) -> None:
 def _active(module: nn.Module) -> list[Any]:
     """All extensions that are to run for a layer now."""
     heard = [listener() for listener in _listeners.get(module, ())]
-    return [*CTX.get_active_exts(), *(ext for listener in heard if listener is not None for ext in listener(module))]
+    return [*active().of(module), *(ext for listener in heard if listener is not None for ext in listener(module))]
 
 
 class _Kept(torch.autograd.Function):
@@ -154,31 +148,35 @@ class _Kept(torch.autograd.Function):
         return any_leaf.clone()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as below
+def _go_first(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Forward pre-hook: have the output watched before others change it, whenever and however they were registered."""
+    run_hook_first(module, module.__dict__[_HANDLES][0])
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, where a traced hook would vanish without a word
 def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
     """Forward hook: have the active extensions run once the gradient of this output is known."""
     written_down = is_transformed() or is_traced()  # by computations that go on, or for later
-    for reader in _readers:
+    for reader in active().readers:
         reader(module, None if written_down else layer_input(args, kwargs))
     if written_down or not (disable.should_store_io() and torch.is_grad_enabled() and isinstance(output, Tensor)):
         return None
-    if module.__dict__.get("_backpack_extend", False):
-        return None  # BackPACK's own hook serves this module
     if is_replica(module):
         raise UnsupportedLayerError(_DATA_PARALLEL)
-    replaced = module in _input_gradients_only and not output.requires_grad
-    if replaced:
-        output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
+    zero = active().reached.zero_for(module, output)
+    if zero is not None:
+        output = output + zero
     if output.requires_grad and _may_be_measured(module):
         _register(module, layer_input(args, kwargs), output)
-    return output if replaced else None
+    return None if zero is None else output
 
 
 def _may_be_measured(module: nn.Module) -> bool:
     """Whether to keep the input, which autograd itself does not keep where the weight is frozen."""
     weight = module._parameters.get("weight")  # not module.weight, which may run a parametrization
     trained = weight is not None and weight.requires_grad
-    return trained or module in _input_gradients_only or bool(CTX.get_active_exts())
+    return trained or module in active().reached.layers or bool(active().of(module))
 
 
 def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
@@ -187,24 +185,28 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
         return
     shape, watched, base = output.shape, output, base_of(output)
     if base is not None and base.requires_grad:
-        # When a view is modified in place, a hook on it never fires; a hook on its base does.
+        # When a view is modified in place, it gets another node; that of its base stays.
         if base.numel() != output.numel():
             return
         watched = base
+    if watched.grad_fn is None:
+        return
 
-    kept, call = [_Kept.apply(x.detach(), _ANY).grad_fn], Call()
+    kept, call, which = [_Kept.apply(x.detach(), _ANY).grad_fn], Call(module), watched.output_nr
 
-    def run(g: Tensor) -> None:
+    def run(gradients: tuple[Tensor | None, ...]) -> None:
+        g = gradients[which]
         # Gradients are enabled with create_graph=True, and batched with is_grads_batched=True.
-        if not torch.is_grad_enabled() and not is_batched(g):
-            active = _active(module)
-            if active:
-                _run_extensions(active, module, call, kept, g.detach().reshape(shape))
+        if g is not None and not torch.is_grad_enabled() and not is_batched(g):
+            exts = _active(module)
+            if exts:
+                _run_extensions(exts, module, call, kept, g.detach().reshape(shape))
         if not keeps_graph():
             # Autograd lets its inputs go one by one as the pass proceeds; the hooks live until the graph is dropped.
             kept.clear()
 
-    watched.register_hook(run)  # type: ignore[no-untyped-call]
+    # Not on the tensor: its hooks may change the gradient, and those of others come later.
+    watched.grad_fn.register_prehook(run)
 
 
 def _refuse_nested(module: nn.Module) -> None:
@@ -218,14 +220,16 @@ def _refuse_nested(module: nn.Module) -> None:
         )
 
 
-def _run_extensions(active: Sequence[Any], module: nn.Module, call: Call, kept: list[Any], g: Tensor) -> None:
+def _run_extensions(exts: Sequence[Any], module: nn.Module, call: Call, kept: list[Any], g: Tensor) -> None:
     """Call the extensions as BackPACK's backward hook does, with the module's input at hand for this call only."""
-    wanted = [ext for ext in active if not isinstance(ext, LayerExtension) or ext.wanted(module)]
+    own = call.objection(module) is None  # an extension of this package says why it passes over another call
+    before = {name: module.__dict__.pop(name) for name in _SHOWN if name in module.__dict__}
     # First-order extensions read the output's shape alone; the true output may have been overwritten since.
-    own = {"output": g, CALL: call} | ({"input0": _input(module, kept)} if wanted else {})
-    before = {name: module.__dict__[name] for name in own if name in module.__dict__}
-    module.__dict__.update(own)
+    module.__dict__.update({"output": g, CALL: call})
     try:
+        wanted = [ext for ext in exts if (ext.wanted(module) if isinstance(ext, LayerExtension) else own)]
+        if wanted:
+            module.__dict__["input0"] = _input(module, kept)
         with without_autocast():
             for ext in wanted:
                 if ext.expects_backpropagation_quantities():
@@ -234,17 +238,18 @@ def _run_extensions(active: Sequence[Any], module: nn.Module, call: Call, kept: 
                         "support. Use backpack.extend on a model without in-place operations."
                     )
                 ext(module, (None,), (g,))
-            CTX.get_extension_hook()(module)
+            if active().runs_backpacks(module):
+                CTX.get_extension_hook()(module)
     finally:
-        for name in own:
-            del module.__dict__[name]
+        for name in _SHOWN:
+            module.__dict__.pop(name, None)
         module.__dict__.update(before)
 
 
 def _input(module: nn.Module, kept: list[Any]) -> Tensor:
     if not kept:
         raise RuntimeError(
-            f"The input of {module} is gone: an earlier backward pass stopped at its output. Use retain_graph=True in "
+            f"The input of {module} is gone: an earlier backward pass went through this call. Use retain_graph=True in "
             "that pass."
         )
     try:

@@ -1,10 +1,12 @@
 """What K-BFGS needs from a layer's inputs alone: the mean of its patches, and products with A."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Annotated, TypeVar, cast
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from kfqn_ext.errors import MissingQuantitiesError
@@ -13,6 +15,7 @@ from kfqn_ext.extensions.gram_operator import GramOperator
 from kfqn_ext.extensions.pooling import DATA, LOCATIONS, combined, over
 from kfqn_ext.extensions.shown import Shown
 from kfqn_ext.geometry import LayerPass, Subsampling
+from kfqn_ext.linalg import full_precision
 
 Probe = Callable[[nn.Module, Tensor], Tensor | None]
 
@@ -55,6 +58,23 @@ class InputMoments(Shown):
 M = TypeVar("M", bound=InputMoments)
 
 
+class SingleCalls:
+    """Layers that backward passes have reached through one call, and never through several: learned as passes end."""
+
+    def __init__(self) -> None:
+        """Know of no layer yet."""
+        self._single: WeakSet[nn.Module] = WeakSet()
+        self._several: WeakSet[nn.Module] = WeakSet()
+
+    def __contains__(self, module: nn.Module) -> bool:
+        """Whether a layer is known to be one."""
+        return module in self._single and module not in self._several
+
+    def note(self, module: nn.Module, several: bool) -> None:
+        """Learn from a pass."""
+        (self._several if several else self._single).add(module)
+
+
 class InputQuantities(LayerExtension[M]):
     """ā and products with A for each layer: the input side of K-BFGS. The output's gradient is not read.
 
@@ -82,33 +102,55 @@ class InputQuantities(LayerExtension[M]):
                 for all.
             probe: ``f(module, a_bar) -> s``. A s is then computed at once and the input let go (where s is None,
                 just let go); otherwise the result holds the layer's input for as long as it lives. A layer that is
-                called several times in a pass is probed with its first call's ā.
+                called several times in a pass is probed with its first call's ā, unless the caller sets ``late`` and
+                calls :meth:`finish`.
             accumulate: Merge over backward passes (micro-batches) too, until ``clear()``.
             modules: Measure these layers only, whether or not their weight needs a gradient.
         """
         super().__init__(reduction, subsampling, accumulate, modules)
         self.probe = probe
+        self.late: Callable[[nn.Module], bool] = lambda module: False
+        """Whether the input of a layer, where it is to be probed, is kept until :meth:`finish`, for ā of all calls."""
+
+    def finish(self, single: SingleCalls | None = None) -> None:
+        """Probe the layers whose inputs were kept, and let these go: no call is to come.
+
+        Args:
+            single: Learns which layers were called once in a pass.
+        """
+        for module, entry in self._results.items():
+            if single is not None:
+                single.note(module, entry.several)
+            if self.probe is not None and entry.result.operator is not None:
+                self._results[module] = replace(entry, result=self._probed(module, entry.result))
+
+    def _probed(self, module: nn.Module, kept: M) -> M:
+        with torch.no_grad(), full_precision():
+            s = None if self.probe is None else self.probe(module, kept.a_bar)
+            return replace(kept, operator=None, s=s, A_s=None if s is None else kept.A.times(s))
 
     def measure(self, module: nn.Module, layer: LayerPass) -> M:  # noqa: D102
         a_bar = layer.geometry.mean_patch(layer.x)
-        return self._result(layer, a_bar, None if self.probe is None else self.probe(module, a_bar))
+        s = None if self.probe is None else self.probe(module, a_bar)
+        keeps = self.probe is None or (s is not None and self.late(module))
+        return self._result(layer, a_bar, None if keeps else s, keeps)
 
     def measure_more(self, module: nn.Module, old: M, layer: LayerPass) -> M:  # noqa: D102
-        return self._result(layer, layer.geometry.mean_patch(layer.x), old.s)
+        return self._result(layer, layer.geometry.mean_patch(layer.x), old.s, old.operator is not None)
 
     def add_gradient(self, module: nn.Module, old: M, layer: LayerPass) -> M:  # noqa: D102
         return old
 
-    def _result(self, layer: LayerPass, a_bar: Tensor, s: Tensor | None) -> M:
-        return cast(M, self._inputs(layer, a_bar, s))
+    def _result(self, layer: LayerPass, a_bar: Tensor, s: Tensor | None, keeps: bool) -> M:
+        return cast(M, self._inputs(layer, a_bar, s, keeps))
 
-    def _inputs(self, layer: LayerPass, a_bar: Tensor, s: Tensor | None) -> InputMoments:
+    def _inputs(self, layer: LayerPass, a_bar: Tensor, s: Tensor | None, keeps: bool) -> InputMoments:
         A = GramOperator(layer.geometry, (layer.x,))
         return InputMoments(
             a_bar=a_bar,
             num_data=layer.num_data,
             num_locations=layer.num_locations,
-            operator=A if self.probe is None else None,
+            operator=A if keeps else None,
             s=s,
             A_s=None if s is None else A.times(s),
         )

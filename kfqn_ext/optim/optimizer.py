@@ -305,8 +305,9 @@ class KroneckerOptimizer(Optimizer):
         P = None if layer.weight.grad is None else self._preconditioner.direction(block, M)
         if P is None and (self._iteration is None or layer not in self._iteration.rejected):
             self._warn_once(
-                f"Layer {layer.name} has a gradient but was not measured (called through F.linear, compiled before it "
-                f"was extended, or its weight frozen?); it moves by {self.recipe.others.title}, as others do."
+                f"Layer {layer.name} has a gradient but was not measured (called through F.linear or with other "
+                "weights, compiled before it was extended, or its weight frozen?); it moves by "
+                f"{self.recipe.others.title}, as others do."
             )
         return P
 
@@ -350,7 +351,7 @@ class KroneckerOptimizer(Optimizer):
         Args:
             loss_scale: What the loss is multiplied with before ``backward()``, for example
                 ``GradScaler.get_scale()``; ``.grad`` must be unscaled before ``step``. Required with float16.
-            keep_inputs: Hold the layers' inputs until ``step``, so that micro-batches give what one big batch gives.
+            keep_inputs: Hold the layers' inputs in the body, so that micro-batches give what one big batch gives.
                 Without it the direction s = H_A ā in which A is looked at comes from the first of them.
 
         Yields:
@@ -366,7 +367,7 @@ class KroneckerOptimizer(Optimizer):
         trained, due, fresh = self._trained()
         learner, fraction = self._preconditioner, self._passes.fraction
         parameters = [p for group in self.param_groups for p in group["params"]]
-        wanted, probes = learner.wanted_first(due, fresh), Probes(None if keep_inputs else self._probe_A, self._probe_G)
+        wanted, probes = learner.wanted_first(due, fresh), Probes(self._probe_A, self._probe_G, keep_inputs)
         with (
             self._passes.first(wanted, probes, parameters, loss_scale, may_repeat=bool(due or fresh)) as first,
             learner.normalized.look(self._model, [b.layer.module for b in due]) as normalizers,

@@ -2,14 +2,17 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from backpack import backpack
 from torch import Tensor, nn
 
+from kfqn_ext.extensions import KBFGSQuantities
 from kfqn_ext.optim import KBFGS, Minibatch
 from tests.optim.family import FAMILY, rows
 
@@ -36,6 +39,63 @@ def states(optimizer: Any) -> list[Tensor]:
 def same(first: Any, second: Any) -> None:
     for a, b in zip(states(first), states(second), strict=True):
         assert torch.equal(a, b)
+
+
+# ------------------------------------------------------------------ whose pass it is
+
+
+def in_halves(name: str, nested: bool) -> list[Any]:
+    """Train two halves of a network, with an optimizer each, whose second passes are one or two."""
+    model = mlp(4, 6, 5, 3)
+    halves = [FAMILY[name].make(model[:1], **COMMON), FAMILY[name].make(model[1:], **COMMON)]
+
+    def backward(k: int) -> None:
+        F.cross_entropy(model(data(k)[0]), data(k)[1]).backward()
+
+    for k in range(4):
+        model.zero_grad()
+        with halves[0].first_pass(), halves[1].first_pass():
+            backward(k)
+        for half in halves:
+            half.step()
+        if nested:
+            with ExitStack() as stack:
+                for half in halves:
+                    stack.enter_context(half.second_pass())
+                backward(k)
+        else:
+            for half in halves:
+                with half.second_pass():
+                    backward(k)
+    return halves
+
+
+@pytest.mark.parametrize("name", rows(lambda member: member.repeats and bool(member.recipe.second)))
+def test_second_passes_inside_each_other(name: str) -> None:
+    for nested, alone in zip(in_halves(name, True), in_halves(name, False), strict=True):
+        same(nested, alone)
+        assert sum(int(state["pairs_seen_G"][0]) for state in alone.state.values() if "pairs_seen_G" in state) > 0
+
+
+@each
+def test_an_extension_of_the_users_own_inside_a_second_pass(name: str) -> None:
+    runs = []
+    for own in (True, False):
+        model = mlp(4, 6, 3)
+        optimizer = FAMILY[name].make(model, **COMMON)
+        for k in range(4):
+            x, y = data(k)
+            optimizer.zero_grad()
+            with optimizer.first_pass():
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if optimizer.second_pass_due:
+                mine = KBFGSQuantities(modules=list(model.modules()))
+                with optimizer.second_pass(), backpack(*[mine] * own):
+                    F.cross_entropy(model(x), y).backward()
+                assert len(mine) == 2 * own
+        runs.append(optimizer)
+    same(*runs)
 
 
 # ------------------------------------------------------------------ a pass that is none

@@ -200,11 +200,12 @@ def test_a_warm_start_is_no_pass_of_a_step() -> None:
 class Taught:
     """What layers are to learn from passes: by dense factors, and one direction each in which A is looked at."""
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, late: bool) -> None:
         self.model, self.optimizer = model, optimizer
         self.before = {name: dict(optimizer.state[m.weight]) for name, m in layers(model).items()}
         self.before = copy.deepcopy(self.before)
         self.factors, self.inputs = KFACFactors(accumulate=True), InputQuantities(probe=self.probe, accumulate=True)
+        self.inputs.late = lambda module: late  # the direction is that of all calls, not of the first
 
     def probe(self, module: nn.Module, a_bar: Tensor) -> Tensor:
         (name,) = [name for name, m in layers(self.model).items() if m is module]
@@ -214,6 +215,7 @@ class Taught:
 
     def check(self, factors: Any = None) -> None:
         """After the step; the factors are those of another model where given."""
+        self.inputs.finish()
         epsilon = self.optimizer.param_groups[0]["damping"]
         for name, module in layers(self.model).items():
             st, got = self.before[name], self.optimizer.state[module.weight]
@@ -229,11 +231,11 @@ class Taught:
             assert (got["H_G"] - st["H_G"]).abs().max() > 1e-4 and (got["H_A"] - st["H_A"]).abs().max() > 1e-4
 
 
-def second_step(model: Any, passes: Callable[[Any], Any]) -> tuple[dict[str, Any], Taught]:
+def second_step(model: Any, passes: Callable[[Any], Any], late: bool = False) -> tuple[dict[str, Any], Taught]:
     """What the second step leaves, and what it was to learn; the passes of the first are one plain pass."""
     optimizer = OnePassKBFGS(model)
     train(model, optimizer, range(1))
-    taught = Taught(model, optimizer)
+    taught = Taught(model, optimizer, late)
     with backpack(taught.factors, taught.inputs):
         passes(model)
     optimizer.step()
@@ -321,7 +323,7 @@ class Twice(nn.Module):
 
 def test_calls_of_a_layer_count_as_one_batch() -> None:
     torch.manual_seed(0)
-    _, taught = second_step(Twice().double(), whole)
+    _, taught = second_step(Twice().double(), whole, late=True)
     taught.check()
     assert taught.factors[taught.model.first].num_data == 24
 

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -250,19 +251,25 @@ def auxiliary_passes() -> None:
 
 
 def auxiliary_pass_in_a_closure() -> None:
-    """Not disabled: the second pass, whose weights are frozen, sees it as data; named, and nothing is learned."""
-    x, model = X.clone().requires_grad_(), net()
-    optimizer = KBFGS(model, **SETTINGS)
+    """Disabled or not: the second pass, too, tells it from the pass that counts, though weights are frozen."""
+    x, found = X.clone().requires_grad_(), []
+    for aside in (disable, nullcontext):
+        model = net()
+        optimizer = KBFGS(model, **SETTINGS)
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        (g,) = torch.autograd.grad(F.cross_entropy(model(x), Y), x)
-        loss = F.cross_entropy(model(X + 0.1 * g.sign()), Y)
-        loss.backward()
-        return loss
+        def closure(model: Any = model, optimizer: Any = optimizer, aside: Any = aside) -> Tensor:
+            optimizer.zero_grad()
+            with aside():
+                (g,) = torch.autograd.grad(F.cross_entropy(model(x), Y), x)
+            loss = F.cross_entropy(model(X + 0.1 * g.sign()), Y)
+            loss.backward()
+            return loss
 
-    with pytest.warns(UserWarning, match="auxiliary passes belong outside"):
-        optimizer.step(closure)
+        for _ in range(3):
+            optimizer.step(closure)
+        found.append((model, optimizer))
+    assert all(int(d.G.kept + d.G.skipped) == 3 for d in found[0][1].diagnostics())
+    close(*found, tol=0.0)
 
 
 def measurements_are_used_once() -> None:

@@ -87,18 +87,30 @@ def during_a_backward_pass() -> None:
 
 
 def stopped_at_an_output() -> None:
-    """A pass that ends at a layer's output lets the input go; the next one says so, or works with retain_graph."""
+    """A pass that ends at a layer's output is none through the layer; the next one measures it."""
     for retain in (True, False):
         layer, moments = extend(nn.Linear(6, 3)), KBFGSQuantities()
         y = layer(torch.randn(4, 6))
         (g,) = torch.autograd.grad(y.square().sum(), y, retain_graph=retain)
         with backpack(moments):
+            y.backward(g)
+        torch.testing.assert_close(moments[layer].dh_bar, g.sum(0))
+
+
+def gone_with_the_graph() -> None:
+    """Of a frozen layer, through which autograd itself could go again: the next pass says so, or works when kept."""
+    for retain in (True, False):
+        layer = extend(nn.Linear(6, 3)).requires_grad_(False)
+        moments = KBFGSQuantities(modules=[layer])
+        with backpack(moments):
+            y = layer(torch.randn(4, 6, requires_grad=True))
+            y.backward(torch.ones_like(y), retain_graph=retain)
             if retain:
-                y.backward(g)
+                y.backward(torch.ones_like(y))
                 assert layer in moments
             else:
                 with pytest.raises(RuntimeError, match="is gone.*retain_graph=True"):
-                    y.backward(g)
+                    y.backward(torch.ones_like(y))
 
 
 def exception_in_an_extension() -> None:

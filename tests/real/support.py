@@ -6,13 +6,14 @@ A row says what a user's model or script does, what then happens, and why. ``che
 * works: measured and preconditioned, as the reference says;
 * momentum: trains, and the parameters named move without a block, by AdamW or their momentum, as the optimizer's table
   says;
-* refused: an error or a warning says what was found, why it can't work, and what to write instead.
+* refused: an error or a warning says what was found, why it can't work, and what to write instead;
+* unseen: trains, and learns from a part without a word, for nothing tells; the row says what to write instead.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.real import drop_in, loops, memory, models, processes, state, trainers
+from tests.real import calls, drop_in, loops, memory, models, processes, state, trainers
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def _rows(area: str, *rows: tuple[str, str, str, Callable[[], None]]) -> list[Ro
     return [Row(area, *row) for row in rows]
 
 
-W, M, R = "works", "momentum", "refused"
+W, M, R, U = "works", "momentum", "refused", "unseen"
 ROWS: list[Row] = [
     *_rows(
         "models",
@@ -42,7 +43,13 @@ ROWS: list[Row] = [
         ("in-place sums", W, "`out += shortcut` after a layer, also `*=`", models.in_place_sum),
         ("in-place on views", W, "the hook sits on the view's base", models.in_place_on_a_view),
         ("in-place dropout", W, "the second pass draws the same mask", models.in_place_dropout),
-        ("module used twice", W, "its calls are merged as one batch", models.module_used_twice),
+        ("module used twice", W, "its calls are merged as one batch; A is looked at along the mean input of all of them", models.module_used_twice),
+        ("weights used again by F.linear", U, "the layer's own calls are measured, and the gradient is a sum: autograd does not tell another product from a penalty. Call the layer itself, whose calls are merged, or leave its weight to another optimizer", calls.weight_used_again),
+        ("penalties on weights", W, "in the gradient, and not in the curvature, as any weight decay", calls.penalties_on_weights),
+        ("hooks that change outputs", W, "before or after `extend`, prepended or not: the layer's own output is watched before they run", calls.hooks_that_change_outputs),
+        ("hooks that change inputs or gradients", W, "what the layer multiplied, and the gradient that entered it", calls.hooks_that_change_inputs_or_gradients),
+        ("global forward hooks", M, "they run before all others: a warning names each layer; register hooks on modules", calls.global_forward_hooks),
+        ("functional_call with other weights", M, "weight noise, MAML: the gradient is not the layer's own; a warning names each layer. With the model's own parameters it works", calls.functional_call_with_other_weights),
         ("tied weights", M, "the gradient is a sum over several layers, no layer's own", models.tied_weights),
         ("head tied to an embedding", M, "as tied weights; the other layers are preconditioned", models.embedding_tied_to_the_head),
         ("unused layers", W, "no gradient: neither moved nor decayed; curvature starts when they are used", models.unused_layer),
@@ -89,8 +96,11 @@ ROWS: list[Row] = [
         ("several losses, factors", R, "Γ of a sum does not follow from its terms, and K-BFGS's damping counts in units of Γ: add the losses up", loops.several_losses_of_squares),
         ("retain_graph", W, "each pass is measured", loops.retained_graph),
         ("two forwards, evaluation between", W, "each backward pass finds its own call's input", loops.two_forwards_and_an_evaluation),
-        ("auxiliary passes", W, "`autograd.grad(loss, x)` and `create_graph=True` are passed over; wrap them in `backpack.disable()` in a closure", loops.auxiliary_passes),
-        ("auxiliary pass in a closure", R, "not disabled, the second pass takes it for data: a warning, nothing learned", loops.auxiliary_pass_in_a_closure),
+        ("auxiliary passes", W, "`autograd.grad(loss, x)` and `create_graph=True` are passed over", loops.auxiliary_passes),
+        ("auxiliary pass in a closure", W, "in the second pass as well, whose weights are frozen: with `backpack.disable()` it costs less", loops.auxiliary_pass_in_a_closure),
+        ("gradients that are returned", W, "`autograd.grad(loss, weights)` in a first pass, for GradNorm or a log, is no data", calls.gradients_that_are_returned),
+        ("weights changed before the backward pass", M, "in place: a warning names the layer. What is written through `.data` nobody can see", calls.weights_changed_before_the_backward_pass),
+        ("two models in two threads", W, "as alone, where they draw no random numbers: torch's generators are the process's", calls.two_models_in_two_threads),
         ("step without first_pass", R, "when curvature is due: a warning, and no older measurement is used", loops.measurements_are_used_once),
         ("step without anything", R, "the error shows both forms", loops.step_without_a_closure),
         ("backward(inputs=...)", W, "layers outside have no result, and reading one says why", loops.partial_backward),
@@ -136,7 +146,8 @@ ROWS: list[Row] = [
         ("no_grad and inference_mode", W, "nothing is held", memory.without_gradients),
         ("after backward", W, "with a probe, inputs are let go", memory.after_a_backward_pass),
         ("during backward", W, "an input is let go as autograd lets it go: no more memory than without", memory.during_a_backward_pass),
-        ("backward that stops at an output", R, "lets the input go; `retain_graph=True` keeps it", memory.stopped_at_an_output),
+        ("backward that stops at an output", W, "does not enter the layer: its input stays for the pass that does", memory.stopped_at_an_output),
+        ("a second pass through a frozen layer", R, "the first has let the input go; `retain_graph=True` keeps it", memory.gone_with_the_graph),
         ("exception in an extension", W, "hooks, context and modules as before", memory.exception_in_an_extension),
         ("exception in a closure", W, "parameters, buffers and context as before", memory.exception_in_a_closure),
         ("between steps", W, "nothing of the minibatch is alive", memory.between_steps),

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfqn_ext.extensions import FisherProducts, InputQuantities, LayerExtension, LayerMoments, OutputProbe, Probe
+from kfqn_ext.extensions import (
+    FisherProducts,
+    InputQuantities,
+    LayerExtension,
+    LayerMoments,
+    OutputProbe,
+    Probe,
+    SingleCalls,
+)
 from kfqn_ext.optim.inverses import Measured
 from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.passes.reading import Reading
@@ -45,12 +53,14 @@ class Probes:
     """What chooses the directions in which a layer's factors are looked at, A s and Γ s; None for none.
 
     Attributes:
-        A: ``f(module, a_bar) -> s``; without it, the layers' inputs are kept.
+        A: ``f(module, a_bar) -> s``.
         G: ``f(module) -> s``.
+        keep_inputs: Whether A waits for the end of all passes, with the layers' inputs kept until then.
     """
 
-    A: Probe | None = None
+    A: Probe
     G: OutputProbe | None = None
+    keep_inputs: bool = False
 
 
 class Measurement:
@@ -63,6 +73,8 @@ class Measurement:
         probes: Probes,
         loss_scale: float | None = None,
         fraction_of: Callable[[Kind], float] = lambda kind: 1.0,
+        of_grad: bool = False,
+        single: SingleCalls | None = None,
     ) -> None:
         """Make the extensions.
 
@@ -72,16 +84,22 @@ class Measurement:
             probes: Choose directions for each layer.
             loss_scale: What the loss is multiplied with, where it is.
             fraction_of: The fraction of each batch, its first data, that an extension sees which can do with a part.
+            of_grad: Whether passes count only where they add to ``.grad``.
+            single: Layers that are known to be called once in a pass; the inputs of others are kept, so that A is
+                looked at in the direction of all calls.
         """
+        self._single = single
         self._by_kind: list[tuple[Kind, LayerExtension[Any]]] = []
         for kind, modules in wanted.items():
             fraction = fraction_of(kind) if kind.in_part else 1.0
             part = fraction if fraction < 1 else None
             ext = kind(reduction=reduction, subsampling=part, accumulate=True, modules=modules)  # over passes, as .grad
             ext.loss_scale = loss_scale
+            ext.of_grad = of_grad
             ext.mirrored = False  # the optimizer's own results die with the step
             if isinstance(ext, InputQuantities):
                 ext.probe = probes.A
+                ext.late = lambda module: probes.keep_inputs or (single is not None and module not in single)
             if isinstance(ext, FisherProducts):
                 ext.output_probe = probes.G
             self._by_kind.append((kind, ext))
@@ -108,10 +126,12 @@ class Measurement:
         return any(ext.saw_half and ext.loss_scale is None for ext in self.extensions)
 
     def quantities(self) -> dict[nn.Module, dict[Kind, Any]]:
-        """What was measured, by module and extension."""
+        """What was measured, by module and extension; the passes are over."""
         found: dict[nn.Module, dict[Kind, Any]] = {}
         for kind, ext in self._by_kind:
             ext.forget_cleared()
+            if isinstance(ext, InputQuantities):
+                ext.finish(self._single)
             for module, quantity in ext.items():
                 found.setdefault(module, {})[kind] = quantity
         return found

@@ -4,11 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from backpack import backpack
-from backpack.context import CTX
 from torch import Tensor, nn
 
-from kfqn_ext.extensions import read_inputs
+from kfqn_ext.extensions import SingleCalls, measuring, read_inputs
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.late_warning import LateWarning
@@ -50,6 +48,7 @@ class Passes:
         self._repeats = recipe.second_pass is not SecondPass.NONE
         self._loss_reduction, self._fraction = loss_reduction, fraction
         self._replay = Replay(model)
+        self._single_calls = SingleCalls()
         self._other_data = LateWarning(
             "A second pass read other data than the first; nothing was learned from the two. Draw the minibatch outside"
             " of the closure, so that it is the same at each call."
@@ -116,7 +115,7 @@ class Passes:
         with (
             self.listening.paused(),
             nullcontext() if results.reading is None else read_inputs(results.reading),
-            backpack(*CTX.get_active_exts(), *measurement.extensions, extension_hook=CTX.get_extension_hook()),
+            measuring(measurement.extensions),
         ):
             yield results
         checks.first_pass(measurement, gradients)
@@ -138,6 +137,8 @@ class Passes:
             probes,
             loss_scale,
             lambda kind: compared if kind in self._compared else self._fraction,
+            of_grad=True,
+            single=self._single_calls,
         )
 
     def results(self, measurement: Measurement) -> Results:
@@ -163,12 +164,13 @@ class Passes:
             RuntimeError: If none of the layers was reached, or gradients came in float16 without a ``loss_scale``.
         """
         results, reading = Results(), Reading(1.0)
-        measurement = Measurement(wanted, self._loss_reduction, Probes(A=lambda module, a_bar: None), loss_scale)
+        probes = Probes(A=lambda module, a_bar: None)
+        measurement = Measurement(wanted, self._loss_reduction, probes, loss_scale, of_grad=True)
         with (
             checks.reaching(layers, measurement),
             read_inputs(reading),
             self._replay.repeat([layer.module for layer in layers]),
-            backpack(*measurement.extensions),
+            measuring(measurement.extensions, alone=True),
         ):
             yield results
         checks.second_pass(layers, measurement)

@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from backpack import backpack
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfqn_ext._torch import map_leaves
 from kfqn_ext.calling import call
-from kfqn_ext.extensions import Gram, InputGram, averaged, input_gradients_only
+from kfqn_ext.extensions import Gram, InputGram, averaged, input_gradients_only, measuring
 from kfqn_ext.geometry import layer_input
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim.groups.plan import Layer
@@ -105,7 +104,7 @@ def _pass(
     """What a forward and backward pass over one batch shows."""
     modules = [layer.module for layer in layers]
     measurement = Measurement(dict.fromkeys(kinds, modules), reduction, Probes(A=lambda module, a_bar: None))
-    with torch.enable_grad(), input_gradients_only(model), backpack(*measurement.extensions):
+    with torch.enable_grad(), input_gradients_only(model), measuring(measurement.extensions, alone=True):
         run(batch)
     return measurement.quantities()
 
@@ -127,6 +126,8 @@ def _inputs(layers: Sequence[Layer], run: Callable[[Any], Any], batch: Any) -> d
 
     with ExitStack() as stack, torch.no_grad():
         for layer in layers:
-            stack.callback(layer.module.register_forward_hook(partial(watch, layer), with_kwargs=True).remove)
+            stack.callback(
+                layer.module.register_forward_hook(partial(watch, layer), with_kwargs=True, prepend=True).remove
+            )
         run(batch)
     return found
