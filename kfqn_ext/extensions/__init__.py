@@ -7,7 +7,7 @@ from kfqn_ext.extensions.gram import Gram, InputGram
 from kfqn_ext.extensions.gram_operator import GramOperator
 from kfqn_ext.extensions.hooks import extend, input_gradients_only, listen, unextend
 from kfqn_ext.extensions.inputs import InputMoments, InputQuantities, Probe, SingleCalls
-from kfqn_ext.extensions.kbfgs import KBFGSQuantities, LayerMoments
+from kfqn_ext.extensions.kbfgs import KBFGSQuantities, LayerMoments, with_outputs
 from kfqn_ext.extensions.kfac import KFACFactors, KroneckerFactors
 from kfqn_ext.extensions.pooling import averaged, pooled
 from kfqn_ext.extensions.traces import FactorTraces, Traces
@@ -38,4 +38,5 @@ __all__ = [
     "pooled",
     "read_inputs",
     "unextend",
+    "with_outputs",
 ]

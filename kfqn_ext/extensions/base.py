@@ -3,7 +3,7 @@
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -144,6 +144,13 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             f"{cls.__name__} can't make empty state, into which torch.distributed.checkpoint reads: give it a class "
             "method blank(geometry, like) that returns a quantity of zeros."
         )
+
+    def absent(self, module: nn.Module) -> Q:
+        """A quantity of no data, for a process that saw none of a layer of which others have seen some."""
+        weight = cast(Tensor, module.weight).detach()
+        like = weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32))
+        blank: Any = self.blank(cast(LayerGeometry, geometry_of(module)), like)
+        return cast(Q, replace(blank, num_data=0))
 
     def wanted(self, module: nn.Module) -> LayerGeometry | None:
         """The layer that a module is, where the backward pass that runs is one in which it is to be measured."""

@@ -1,7 +1,7 @@
 """Products with a layer's Fisher factor Γ, which is not formed: the output side of K-BFGS from a single pass."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Annotated
 
@@ -72,6 +72,11 @@ class FisherProducts(LayerExtension[FisherProduct]):
     def blank(cls, geometry: LayerGeometry, like: Tensor) -> FisherProduct:  # noqa: D102
         s = like.new_zeros(*geometry.blocks, geometry.d_out, 1)
         return FisherProduct(s, s, like.new_ones(geometry.blocks), 1, 1)
+
+    def absent(self, module: nn.Module) -> FisherProduct:  # noqa: D102
+        s, kept = (None if self.output_probe is None else self.output_probe(module)) or (None, None)
+        blank = super().absent(module)
+        return blank if s is None else replace(blank, s=s, Gamma_s=torch.zeros_like(s), kept=kept)
 
     def measure(self, module: nn.Module, layer: LayerPass) -> FisherProduct:  # noqa: D102
         chosen = None if self.output_probe is None else self.output_probe(module)

@@ -14,7 +14,7 @@ from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.gram_operator import GramOperator
 from kfqn_ext.extensions.pooling import DATA, LOCATIONS, combined, over
 from kfqn_ext.extensions.shown import Shown
-from kfqn_ext.geometry import LayerPass, Subsampling
+from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling
 from kfqn_ext.linalg import full_precision
 
 Probe = Callable[[nn.Module, Tensor], Tensor | None]
@@ -128,6 +128,10 @@ class InputQuantities(LayerExtension[M]):
         with torch.no_grad(), full_precision():
             s = None if self.probe is None else self.probe(module, kept.a_bar)
             return replace(kept, operator=None, s=s, A_s=None if s is None else kept.A.times(s))
+
+    @classmethod
+    def blank(cls, geometry: LayerGeometry, like: Tensor) -> M:  # noqa: D102
+        return cast(M, InputMoments(a_bar=like.new_zeros(*geometry.blocks, geometry.d_in), num_data=1, num_locations=1))
 
     def measure(self, module: nn.Module, layer: LayerPass) -> M:  # noqa: D102
         a_bar = layer.geometry.mean_patch(layer.x)

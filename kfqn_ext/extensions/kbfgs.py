@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from kfqn_ext.extensions.inputs import InputMoments, InputQuantities
 from kfqn_ext.extensions.pooling import GRADIENTS, LOCATIONS, over, shares
-from kfqn_ext.geometry import LayerPass
+from kfqn_ext.geometry import LayerGeometry, LayerPass, geometry_of
 
 # Sums over data and locations are pairwise: their relative error is a few ε whatever the number of terms.
 _SUMMED = 16.0
@@ -65,6 +65,11 @@ class KBFGSQuantities(InputQuantities[LayerMoments]):
 
     savefield = "kbfgs"
 
+    @classmethod
+    def blank(cls, geometry: LayerGeometry, like: Tensor) -> LayerMoments:  # noqa: D102
+        inputs, h = super().blank(geometry, like), like.new_zeros(*geometry.blocks, geometry.d_out)
+        return LayerMoments(**vars(inputs), h_bar=h, dh_bar=h, dh_noise=h)
+
     def add_gradient(self, module: nn.Module, old: LayerMoments, layer: LayerPass) -> LayerMoments:  # noqa: D102
         share = shares(self.reduction)[GRADIENTS](layer, old)
         dh_bar, dh_noise = _mean_gradient(layer)
@@ -74,6 +79,17 @@ class KBFGSQuantities(InputQuantities[LayerMoments]):
         inputs, (dh_bar, dh_noise) = self._inputs(layer, a_bar, s, keeps), _mean_gradient(layer)
         h_bar = layer.geometry.multiply(layer.weight, layer.bias, a_bar)
         return LayerMoments(**vars(inputs), h_bar=h_bar, dh_bar=dh_bar, dh_noise=dh_noise)
+
+
+def with_outputs(module: nn.Module, moments: InputMoments) -> InputMoments:
+    """h̄ = W ā from a mean patch that has changed, as it was pooled; W as it is now."""
+    if not isinstance(moments, LayerMoments):
+        return moments
+    layer: Any = module
+    weight = layer.weight.detach().to(moments.a_bar)
+    bias = None if layer.bias is None else layer.bias.detach().to(moments.a_bar)
+    geometry = cast(LayerGeometry, geometry_of(module))
+    return replace(moments, h_bar=geometry.multiply(weight, bias, moments.a_bar))
 
 
 def _mean_gradient(layer: LayerPass) -> tuple[Tensor, Tensor]:

@@ -88,9 +88,11 @@ class Pooling:
 
     Attributes:
         function: Maps the values in all parts, and the parts' weights in a mean, to the value in the whole.
+        mean: What it is a mean of, if it is one.
     """
 
     function: Callable[[list[Any], _Weights], Any]
+    mean: Mean | None = None
 
 
 def over(mean: Mean, *, in_place: bool = False) -> Pooling:
@@ -105,7 +107,7 @@ def over(mean: Mean, *, in_place: bool = False) -> Pooling:
     Returns:
         What the field's type is annotated with.
     """
-    return Pooling(partial(_average, mean, in_place))
+    return Pooling(partial(_average, mean, in_place), mean)
 
 
 def combined(function: Callable[[list[Any]], Any]) -> Pooling:
@@ -231,6 +233,16 @@ def pool(results: Sequence[R], rule: Rule) -> R:
         values[name] = None if any(value is None for value in found) else pooling.function(found, weights)
     result: R = parts[0].__class__(num_data=whole.num_data, num_locations=whole.num_locations, **values)
     return result
+
+
+def means_of(result: Any) -> dict[str, Mean]:
+    """The fields of a result that are means and that it has, in their order."""
+    declared = _declared(result.__class__)
+    return {
+        name: pooling.mean
+        for name, pooling in declared.items()
+        if pooling.mean is not None and getattr(result, name) is not None
+    }
 
 
 @cache

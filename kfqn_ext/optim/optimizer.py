@@ -27,6 +27,7 @@ from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
 from kfqn_ext.optim.passes.passes import Passes
+from kfqn_ext.optim.passes.ranks import ranks_of
 from kfqn_ext.optim.passes.snapshot import left_as_it_was
 from kfqn_ext.optim.preconditioner import checkpoint
 from kfqn_ext.optim.preconditioner.block import empty_other, is_empty, is_started, start_empty
@@ -40,6 +41,7 @@ Closure = Callable[[], Tensor]
 _NEVER_RAN = "A second pass was due and never ran: curvature was not updated. See second_pass_due."
 # What a closure raises that looks at gradients, which a second pass does without as long as it can.
 _NO_GRADIENT = (AttributeError, TypeError, AssertionError, ValueError, RuntimeError)
+_RANKS_APART = 0x9E3779B97F4A7C15 >> 1  # of the seeds that ranks sample with
 
 
 @dataclass(eq=False)
@@ -136,6 +138,8 @@ class KroneckerOptimizer(Optimizer):
                 in training mode, or where the first pass draws random numbers, the second pass still takes the whole,
                 and only A s before a normalization the part.
             reduction: "mean" or "sum": what the loss does over the data of a batch.
+            process_group: The processes that train copies of the model together, where ``model`` is no
+                ``DistributedDataParallel`` and holds none; a group of one for a training of its own.
 
         Raises:
             ValueError: If a hyperparameter is out of range, or weight and bias of a layer are in two groups that differ
@@ -147,6 +151,7 @@ class KroneckerOptimizer(Optimizer):
         options = complete(type(self).__name__, shared)
         step_cap, fraction = (number(options[k]) for k in ("step_cap", "second_pass_fraction"))
         reduction = options["reduction"]
+        model, ranks = ranks_of(model, options["process_group"])
         checks.options(step_cap, fraction, recipe)
         KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
         defaults = {
@@ -168,7 +173,7 @@ class KroneckerOptimizer(Optimizer):
         self._warned: set[str] = set()
         self._bad_batches = LateWarning("A batch had a gradient, or a loss, that is not finite; it changed nothing.")
         self._bad_second_passes = LateWarning("A second pass was not finite; nothing was learned from it.")
-        self._passes = Passes(model, recipe, reduction, fraction)
+        self._passes = Passes(model, recipe, reduction, fraction, ranks)
         self._preconditioner = Preconditioner(recipe, self._warn_once)
         self._schedules = [take_schedules(group, 0) for group in self.param_groups]
         for group in self.param_groups:
@@ -244,7 +249,8 @@ class KroneckerOptimizer(Optimizer):
             return loss
         gradients = GradientWatch(p for group in self.param_groups for p in group["params"])
         loss = closure()
-        checks.first_pass(self._passes.listening.measurement(self._begin_listening), gradients)
+        measurement, alone = self._passes.listening.measurement(self._begin_listening), not self._passes.ranks.several
+        checks.first_pass(measurement, gradients, alone)
         self._take_heard()
         return loss
 
@@ -252,6 +258,8 @@ class KroneckerOptimizer(Optimizer):
         """The lines of ``algo_8`` between the two passes: move the parameters, and find out who learns."""
         it, blocks, samples_first = self._ready(), self._blocks(), self.recipe.second_pass.is_before_step
         grad_norms = self._grad_norms()
+        if it is not None:
+            self._agree(it, grad_norms)
         finite = self._finite(grad_norms, it)
         inverting = [b for b in blocks if is_due(b, "inverse_update_freq")]
         if it is not None and not self.recipe.starts_in_second_pass:
@@ -272,6 +280,14 @@ class KroneckerOptimizer(Optimizer):
         self._bad_batches.note(~finite)
         for group in self.param_groups:
             group["step"] += 1
+
+    def _agree(self, it: Iteration, grad_norms: Mapping[Tensor, Tensor]) -> None:
+        """Make of what this process has found what all have."""
+        ranks = self._passes.ranks
+        if it.first:
+            ranks.check_gradient(torch.linalg.vector_norm(torch.stack([n.double() for n in grad_norms.values()])))
+        it.first, it.normalizers = self._passes.pool_first(it.first, self._probe_A, it.normalizers)
+        it.loss = None if it.loss is None else ranks.mean(it.loss)
 
     def _ready(self) -> Iteration | None:
         """The minibatch that this step is of; None for one that nothing was measured of."""
@@ -362,7 +378,7 @@ class KroneckerOptimizer(Optimizer):
             NotImplementedError: In several processes.
             ValueError: If all batches are empty, or a schedule has left its range.
         """
-        checks.surroundings(self)
+        checks.surroundings(self, "state" not in vars(self) or self._passes.ranks.is_chosen)
         self._begin()
         trained, due, fresh = self._trained()
         learner, fraction = self._preconditioner, self._passes.fraction
@@ -425,10 +441,9 @@ class KroneckerOptimizer(Optimizer):
         """Make the minibatch of what was heard, where no other is waiting for its step."""
         heard = self._passes.listening.take()
         if heard is not None and self._iteration is None:
-            checks.surroundings(self)
+            checks.surroundings(self, self._passes.ranks.is_chosen)
             checks.loss_scale(heard)
-            results = self._passes.results(heard)
-            self._iteration = Iteration(self.param_groups[0]["step"] + 1, results, self._passes.fraction)
+            self._iteration = Iteration(self.param_groups[0]["step"] + 1, heard.results(), self._passes.fraction)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, see ``torch.optim.Optimizer``, and forget what was measured with them."""
@@ -506,6 +521,7 @@ class KroneckerOptimizer(Optimizer):
         # From the global random numbers, so that a resumed run samples as the uninterrupted one; the pass itself
         # replays those of the first.
         seed = int(torch.randint(2**62, (), device="cpu")) if self.recipe.second_pass.sampled else 0
+        seed = (seed + self._passes.ranks.rank * _RANKS_APART) % 2**63  # each samples for data of its own
         part = closure if it.fraction == 1 else closure.fraction(it.fraction)
         due = it.due
         try:
@@ -718,6 +734,7 @@ class KroneckerOptimizer(Optimizer):
         """Replace the state that torch has cast by the saved one, fitted to its parameters."""
         self._state_is_empty = False
         self._passes.listening.forget()
+        self._passes.ranks.check_again()
         parameters = [p for group in self.param_groups for p in group["params"]]
         for saved_id, p in zip(checkpoint.saved_ids(state_dict), parameters, strict=True):
             if p not in self.state:

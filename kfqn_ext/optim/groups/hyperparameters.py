@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 from typing_extensions import TypedDict
 
 _C = TypeVar("_C", bound=type)
@@ -21,6 +22,7 @@ class Shared(TypedDict, total=False):
     direction_dtype: torch.dtype | None
     second_pass_fraction: float
     reduction: str
+    process_group: ProcessGroup | None
 
 
 DEFAULTS: Shared = {
@@ -29,6 +31,7 @@ DEFAULTS: Shared = {
     "direction_dtype": None,
     "second_pass_fraction": 1.0,
     "reduction": "mean",
+    "process_group": None,
 }
 BY_GROUP = ("weight_decay", "direction_dtype")
 """Those that a parameter group can set."""

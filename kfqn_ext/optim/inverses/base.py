@@ -59,6 +59,10 @@ class Measured:
         """All quantities."""
         return iter(self._quantities.values())
 
+    def items(self) -> Any:
+        """All quantities, each after the extension that gave it."""
+        return self._quantities.items()
+
     @property
     def A(self) -> Tensor | None:
         """This minibatch's A, [*B, d_in, d_in], where it was formed; None elsewhere."""

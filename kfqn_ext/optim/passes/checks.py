@@ -14,18 +14,25 @@ from kfqn_ext.optim.passes.measurement import Measurement, Results
 from kfqn_ext.optim.recipe import Recipe, SecondPass
 
 
-def surroundings(optimizer: Optimizer) -> None:
-    """Raise inside a trainer's wrapper (RuntimeError), and in several processes (NotImplementedError)."""
+def surroundings(optimizer: Optimizer, is_chosen: bool) -> None:
+    """Raise inside a trainer's wrapper, and in several processes of which nobody has said how they train."""
     if "state" not in vars(optimizer):  # Lightning's wrapper inherits from what it wraps and shares no attribute
         raise RuntimeError(
             "first_pass() was called on a trainer's wrapper, which keeps what it measures from the optimizer. Call "
             "it on the optimizer inside: optimizer.optimizer.first_pass(), and second_pass() alike."
         )
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise NotImplementedError(
-            f"{type(optimizer).__name__} in {distributed.get_world_size()} processes: each would learn its curvature "
-            "from its own share of the data, and the copies of the model would drift apart. Train in one process; "
-            "the quantities of KBFGSQuantities can be averaged over processes, weighted by num_data."
+    if (
+        not is_chosen
+        and distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    ):
+        name, size = type(optimizer).__name__, distributed.get_world_size()
+        raise RuntimeError(
+            f"{name} in {size} processes, and nothing says whether they train one model. If they do, build it on the "
+            f"wrapper, {name}(DistributedDataParallel(model)), or give it the group, {name}(model, "
+            "process_group=torch.distributed.group.WORLD). If each trains a model of its own, give it a group of "
+            "itself alone: process_group=torch.distributed.new_group([rank], use_local_synchronization=True)."
         )
 
 
@@ -98,12 +105,15 @@ def _names(layers: Sequence[Layer]) -> str:
     return ", ".join(layer.name for layer in layers)
 
 
-def first_pass(measurement: Measurement, gradients: GradientWatch) -> None:
-    """Raise where no backward pass ran or the loss's scale is not known (RuntimeError); for no datum, ValueError."""
+def first_pass(measurement: Measurement, gradients: GradientWatch, alone: bool) -> None:
+    """Raise where no backward pass ran or the loss's scale is not known (RuntimeError); for no datum, ValueError.
+
+    Where a process is not ``alone``, others may have data.
+    """
     if not gradients.changed:
         raise RuntimeError("No gradient changed in the first pass: it must run loss.backward().")
     loss_scale(measurement)
-    if measurement.only_empty_batches:
+    if alone and measurement.only_empty_batches:
         raise ValueError("The batch is empty: there is no datum to learn from. Drop empty batches.")
 
 

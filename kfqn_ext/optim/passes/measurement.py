@@ -34,6 +34,12 @@ class Results(dict[nn.Module, Measured]):
     reading: Reading | None = None
     same_data: Tensor = ~_FALSE
 
+    def like(self, quantities: Mapping[nn.Module, Measured]) -> "Results":
+        """Other quantities of the same pass."""
+        new = Results(quantities)
+        new.reading, new.same_data = self.reading, self.same_data
+        return new
+
     def not_finite(self) -> Tensor:
         """Whether an output gradient that was measured is not finite, bool []."""
         seen = [values for measured in self.values() for q in measured for values in _of_gradients(q)]
@@ -75,6 +81,7 @@ class Measurement:
         fraction_of: Callable[[Kind], float] = lambda kind: 1.0,
         of_grad: bool = False,
         single: SingleCalls | None = None,
+        pools: bool = False,
     ) -> None:
         """Make the extensions.
 
@@ -87,10 +94,12 @@ class Measurement:
             of_grad: Whether passes count only where they add to ``.grad``.
             single: Layers that are known to be called once in a pass; the inputs of others are kept, so that A is
                 looked at in the direction of all calls.
+            pools: Whether results are to be pooled with those of other processes, which look at A afterwards.
         """
-        self._single = single
+        self._single, self._pools = single, pools
+        self._wanted = {kind: list(modules) for kind, modules in wanted.items()}
         self._by_kind: list[tuple[Kind, LayerExtension[Any]]] = []
-        for kind, modules in wanted.items():
+        for kind, modules in self._wanted.items():
             fraction = fraction_of(kind) if kind.in_part else 1.0
             part = fraction if fraction < 1 else None
             ext = kind(reduction=reduction, subsampling=part, accumulate=True, modules=modules)  # over passes, as .grad
@@ -98,7 +107,7 @@ class Measurement:
             ext.of_grad = of_grad
             ext.mirrored = False  # the optimizer's own results die with the step
             if isinstance(ext, InputQuantities):
-                ext.probe = probes.A
+                ext.probe = None if pools else probes.A
                 ext.late = lambda module: probes.keep_inputs or (single is not None and module not in single)
             if isinstance(ext, FisherProducts):
                 ext.output_probe = probes.G
@@ -137,5 +146,16 @@ class Measurement:
         return found
 
     def results(self) -> Results:
-        """What was measured, by module."""
-        return Results({module: Measured(quantities) for module, quantities in self.quantities().items()})
+        """What was measured, by module; where it is to be pooled, of all modules that were asked for, in their order.
+
+        So all processes send the same numbers in the same order, whatever each has seen.
+        """
+        found = self.quantities()
+        if self._pools:
+            extensions, own = dict(self._by_kind), found
+            found = {module: {} for modules in self._wanted.values() for module in modules}
+            for kind, modules in self._wanted.items():
+                for module in modules:
+                    measured = own.get(module, {}).get(kind)
+                    found[module][kind] = extensions[kind].absent(module) if measured is None else measured
+        return Results({module: Measured(quantities) for module, quantities in found.items()})

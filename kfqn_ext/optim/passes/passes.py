@@ -4,22 +4,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from kfqn_ext.extensions import SingleCalls, measuring, read_inputs
+from kfqn_ext.extensions import Probe, SingleCalls, measuring, read_inputs
 from kfqn_ext.optim.groups.plan import Layer
-from kfqn_ext.optim.inverses.base import Kind
+from kfqn_ext.optim.inverses.base import Kind, Measured
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.listening import Listening
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
+from kfqn_ext.optim.passes.ranks import OneProcess, Ranks
+from kfqn_ext.optim.passes.ranks.weights import OF_A_MEAN, OF_A_SUM, OF_BATCHES
 from kfqn_ext.optim.passes.reading import Reading
-from kfqn_ext.optim.passes.reduction import OneProcess, Reduction
 from kfqn_ext.optim.passes.replay import Replay
 from kfqn_ext.optim.passes.warm_start import measure_data
 from kfqn_ext.optim.recipe import Recipe, SecondPass
 
+Normalizers = dict[nn.Module, nn.Module]
 Wanted = Mapping[Kind, Sequence[nn.Module]]
 
 
@@ -27,11 +30,13 @@ class Passes:
     """Runs and measures passes over a model's minibatches.
 
     Attributes:
-        reduction: Pools what several processes have measured.
+        ranks: The processes that train together; they pool what each has measured.
         listening: What passes have shown that nobody announced.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, loss_reduction: str, fraction: float) -> None:
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, loss_reduction: str, fraction: float, ranks: Ranks | None = None
+    ) -> None:
         """Prepare to measure what a recipe needs.
 
         Args:
@@ -39,8 +44,10 @@ class Passes:
             recipe: The row of the table.
             loss_reduction: "mean" or "sum": what the loss does over the data of a batch.
             fraction: Of each minibatch, in (0, 1], what curvature is learned from.
+            ranks: The processes that train together; None for this one.
         """
-        self.reduction: Reduction = OneProcess()
+        self.ranks: Ranks = OneProcess() if ranks is None else ranks
+        self._weights = OF_A_MEAN if loss_reduction == "mean" else OF_A_SUM
         self.listening = Listening()
         self._model, self._recipe = model, recipe
         self._compares = recipe.second_pass is SecondPass.REPEAT_AFTER_STEP
@@ -118,13 +125,13 @@ class Passes:
             measuring(measurement.extensions),
         ):
             yield results
-        checks.first_pass(measurement, gradients)
+        checks.first_pass(measurement, gradients, alone=not self.ranks.several)
         if results.reading is not None:
             self._replay.look_for_writes()
             if self._fraction < 1:
                 self._replay.look_for_draws()
                 self._has_other_rows |= len(results.reading.rows) > 1
-        results.update(self.results(measurement))
+        results.update(measurement.results())
 
     def measurement(self, wanted: Wanted, probes: Probes, loss_scale: float | None = None) -> Measurement:
         """Prepare to measure the pass, or the passes, that a step's gradient comes from."""
@@ -139,11 +146,44 @@ class Passes:
             lambda kind: compared if kind in self._compared else self._fraction,
             of_grad=True,
             single=self._single_calls,
+            pools=self.ranks.several,
         )
 
-    def results(self, measurement: Measurement) -> Results:
-        """What was measured, in all processes."""
-        return self.reduction.pooled(measurement.results())
+    def pool_first(
+        self, first: Results, probe: Probe, normalizers: Normalizers | None
+    ) -> tuple[Results, Normalizers | None]:
+        """What the first pass has shown on all ranks, and what one of them alone has found out, agreed on.
+
+        Args:
+            first: What it has shown here.
+            probe: Chooses directions for A.
+            normalizers: What was found to normalize a layer's output; None where nobody looked.
+
+        Returns:
+            Both, as all ranks know them.
+
+        Raises:
+            ValueError: If no rank has a datum.
+        """
+        if not self.ranks.several or not first:
+            return first, normalizers
+        replay, numbers = self._replay, {m: float(n) for n, m in enumerate(self._model.modules(), 1)}
+        seen = [float(any(q.num_data for q in measured)) for measured in first.values()]
+        before = [numbers[(normalizers or {})[m]] if m in (normalizers or {}) else 0.0 for m in first]
+        said: list[Any] = [float(replay.drew), float(self._has_other_rows), float(not replay.is_exact), *seen, *before]
+        whole, said = self.ranks.pooled(first, self._weights, said, without={"h_bar"})
+        if not whole:
+            raise ValueError("The batches of all ranks are empty: there is no datum to learn from. Drop empty batches.")
+        (drew, rows, inexact), rest = said[:3], said[3:]
+        replay.drew, self._has_other_rows, replay.is_exact = drew > 0, rows > 0, inexact == 0
+        if normalizers is not None:
+            modules, sums = list(self._model.modules()), zip(rest[: len(first)], rest[len(first) :], strict=True)
+            normalizers = {
+                module: modules[int(number / ranks) - 1]
+                for module, (ranks, number) in zip(first, sums, strict=True)
+                if ranks and number and number % ranks == 0
+            }
+        return self.ranks.probed(first, whole, probe), normalizers
 
     @contextmanager
     def second(
@@ -165,9 +205,11 @@ class Passes:
         """
         results, reading = Results(), Reading(1.0)
         probes = Probes(A=lambda module, a_bar: None)
-        measurement = Measurement(wanted, self._loss_reduction, probes, loss_scale, of_grad=True)
+        pools = self.ranks.several
+        measurement = Measurement(wanted, self._loss_reduction, probes, loss_scale, of_grad=True, pools=pools)
         with (
             checks.reaching(layers, measurement),
+            self.ranks.alone(),
             read_inputs(reading),
             self._replay.repeat([layer.module for layer in layers]),
             measuring(measurement.extensions, alone=True),
@@ -176,9 +218,17 @@ class Passes:
         checks.second_pass(layers, measurement)
         if first.reading is not None:
             results.same_data = first.reading.agrees_with(reading)
-            self._other_data.note(~results.same_data)
+        found = measurement.results()
+        if pools:
+            found, (other, inexact) = self._pool_second(found, results.same_data)
+            results.same_data, self._replay.is_exact = torch.tensor(other == 0), inexact == 0
+        self._other_data.note(~results.same_data)
         if self._replay.is_exact:
-            results.update(self.results(measurement))
+            results.update(found)
+
+    def _pool_second(self, found: Results, same_data: Tensor) -> tuple[Results, list[float]]:
+        said: list[Any] = [(~same_data).float(), float(not self._replay.is_exact)]
+        return self.ranks.pooled(found, self._weights, said, without={"a_bar"})
 
     def over_data(
         self,
@@ -189,4 +239,12 @@ class Passes:
     ) -> Results:
         """Measure what makes the initial curvature, over a data set; see :func:`measure_data`."""
         results = measure_data(self._model, layers, self._recipe, self._loss_reduction, loader, forward, progress)
-        return self.reduction.pooled(results)
+        if not self.ranks.several:
+            return results
+        kinds = [kind(reduction=self._loss_reduction) for kind in sorted(self._recipe.starts_from, key=str)]
+        asked = {layer.module: results.get(layer.module, Measured()) for layer in layers}
+        complete = {
+            module: Measured({type(k): k.absent(module) if (q := found.get(type(k))) is None else q for k in kinds})
+            for module, found in asked.items()
+        }
+        return self.ranks.pooled(Results(complete), OF_BATCHES)[0]

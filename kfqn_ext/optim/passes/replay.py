@@ -18,6 +18,7 @@ class Replay:
 
     Attributes:
         is_exact: Whether nothing is known that makes the repetition of the last pass another computation.
+        drew: Whether the last pass whose modules do not tell drew random numbers.
         with_gradients: Whether parameters get a gradient in the repetition too, for a body that reads it.
     """
 
@@ -27,7 +28,7 @@ class Replay:
         self.with_gradients = False
         self._model = model
         self._states: dict[int | None, Tensor] = {}  # of the generators: of each CUDA device, and of the CPU under None
-        self._drew = False  # random numbers, in the last pass whose modules do not tell
+        self.drew = False
         self._looks = 0
         self._written: set[str] = set()  # parameters and plain tensors that passes write to
         self._before: Snapshot | None = None
@@ -43,7 +44,7 @@ class Replay:
     def look_for_draws(self) -> None:
         """Find out, after the first pass, whether it drew random numbers; states live on the host."""
         if not self._mixes_data:
-            self._drew = any(not torch.equal(_generator_state(d), state) for d, state in self._states.items())
+            self.drew = any(not torch.equal(_generator_state(d), state) for d, state in self._states.items())
 
     def look_for_writes(self) -> None:
         """Find out, after the first pass, whether it wrote to a frozen copy: then it can be repeated the next time."""
@@ -54,7 +55,7 @@ class Replay:
     @property
     def repeatable_in_part(self) -> bool:
         """Whether the first data of a minibatch alone give what they gave within it, for all that is known."""
-        return not self._drew and not self._mixes_data
+        return not self.drew and not self._mixes_data
 
     @property
     def _mixes_data(self) -> bool:

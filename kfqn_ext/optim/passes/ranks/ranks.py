@@ -1,0 +1,248 @@
+"""The processes that train one model together, with one copy of it and a share of the data each."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kfqn_ext.extensions import InputMoments, Probe, with_outputs
+from kfqn_ext.extensions.pooling import Counted, Counts, means_of
+from kfqn_ext.linalg import full_precision
+from kfqn_ext.optim.inverses import Measured
+from kfqn_ext.optim.passes.measurement import Results
+from kfqn_ext.optim.passes.ranks.bucket import Bucket
+from kfqn_ext.optim.passes.ranks.weights import Table, Weight
+
+
+class Ranks(Protocol):
+    """Makes of what a rank has found what one process with the data of all would have found.
+
+    Everything but ``alone`` is a collective: all ranks call it, in the same steps and in the same order.
+
+    Attributes:
+        several: Whether there is more than one.
+        rank: Which one this is.
+        is_chosen: Whether somebody has said which ranks train together.
+    """
+
+    several: bool
+    rank: int
+    is_chosen: bool
+
+    def pooled(
+        self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
+    ) -> tuple[Results, list[float]]:
+        """Pool the means that a pass, or a warm start, has found.
+
+        Args:
+            results: With an entry for every layer and quantity that was asked for, of no data where there was none. Its
+                means are overwritten.
+            table: How much a rank counts.
+            said: Numbers that are summed in the same message.
+            without: Fields that nobody reads.
+
+        Returns:
+            Results with the data of all, of layers that somebody saw; the sums.
+        """
+
+    def probed(self, own: Results, whole: Results, probe: Probe) -> Results:
+        """Look at A in directions that depend on the ā of all; own inputs are let go."""
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """The mean of a loss over ranks, []."""
+
+    def check_gradient(self, norm: Tensor) -> None:
+        """Raise a RuntimeError on all ranks where their gradients differ; once, until ``check_again``."""
+
+    def check_again(self) -> None:
+        """Compare gradients once more: a state was loaded."""
+
+    def alone(self) -> Any:
+        """A context in which the wrapped model's passes are of this rank alone."""
+
+
+class OneProcess:
+    """Nothing to pool."""
+
+    several, rank = False, 0
+
+    def __init__(self, is_chosen: bool = False) -> None:
+        """One process for itself, because somebody said so or for there is no other."""
+        self.is_chosen = is_chosen
+
+    def pooled(  # noqa: D102
+        self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
+    ) -> tuple[Results, list[float]]:
+        return results, [float(number) for number in said]
+
+    def probed(self, own: Results, whole: Results, probe: Probe) -> Results:  # noqa: D102
+        return whole
+
+    def mean(self, loss: Tensor) -> Tensor:  # noqa: D102
+        return loss
+
+    def check_gradient(self, norm: Tensor) -> None:  # noqa: D102
+        pass
+
+    def check_again(self) -> None:  # noqa: D102
+        pass
+
+    def alone(self) -> Any:  # noqa: D102
+        return nullcontext()
+
+
+class SeveralProcesses:
+    """The processes of a group, whose copies of the model get the same gradient.
+
+    Attributes:
+        messages: How many collectives there were.
+        bytes_sent: How much this rank gave to them.
+    """
+
+    several, is_chosen = True, True
+
+    def __init__(
+        self, group: distributed.ProcessGroup | None, wrappers: Sequence[DistributedDataParallel] = ()
+    ) -> None:
+        """Train together with the processes of a group; None for all.
+
+        Args:
+            group: The group.
+            wrappers: Whose ``forward`` the passes run.
+        """
+        self._group, self._wrappers = group, list(wrappers)
+        self.rank, self._size = distributed.get_rank(group), distributed.get_world_size(group)
+        self._gradient_is_known = False
+        self.messages = self.bytes_sent = 0
+
+    def pooled(  # noqa: D102
+        self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
+    ) -> tuple[Results, list[float]]:
+        bucket, sent = Bucket(self._group), []
+        for module, measured in results.items():
+            for kind, own in measured.items():
+                means = {name: mean for name, mean in means_of(own).items() if name not in without}
+                sums = {
+                    name: bucket.add(getattr(own, name).mul_(_weight(table[mean][0], own, self._size)))
+                    for name, mean in means.items()
+                }
+                like = getattr(own, next(iter(means)))
+                terms = own.num_data * own.num_locations
+                sent.append((module, kind, own, means, sums, bucket.add(like.new_tensor([own.num_data, terms]))))
+        numbers = bucket.add(_flat(said, like)) if sent and said else None
+        found = self._sent(bucket)
+        counts = [n for *_, n in sent] + ([] if numbers is None else [numbers])
+        read = iter(torch.cat([found[n].double() for n in counts]).tolist() if counts else [])  # the one wait
+        whole: dict[nn.Module, dict[Any, Any]] = {}
+        for module, kind, own, means, sums, _ in sent:
+            data, terms = next(read), next(read)
+            if data > 0:
+                of_all = Counts(round(data), _whole_if_whole(terms / data))
+                pooled = {name: found[sums[name]].mul_(table[mean][1](of_all)) for name, mean in means.items()}
+                whole.setdefault(module, {})[kind] = replace(own, **vars(of_all), **pooled)
+        return results.like({module: Measured(quantities) for module, quantities in whole.items()}), list(read)
+
+    def probed(self, own: Results, whole: Results, probe: Probe) -> Results:  # noqa: D102
+        bucket, new, sent = Bucket(self._group), {m: dict(measured.items()) for m, measured in whole.items()}, []
+        for module, measured in whole.items():
+            for kind, of_all in measured.items():
+                if isinstance(of_all, InputMoments):
+                    s = probe(module, of_all.a_bar)
+                    new[module][kind] = replace(with_outputs(module, of_all), operator=None, s=s)
+                    if s is not None:
+                        sent.append((module, kind, bucket.add(_product(own[module][kind], s))))
+        found = self._sent(bucket)
+        for module, kind, n in sent:
+            quantity = new[module][kind]
+            new[module][kind] = replace(quantity, A_s=found[n] / quantity.num_data)
+        return whole.like({module: Measured(quantities) for module, quantities in new.items()})
+
+    def _sent(self, bucket: Bucket) -> list[Tensor]:
+        sums = bucket.sums()
+        self.messages += bucket.messages
+        self.bytes_sent += bucket.bytes_sent
+        return sums
+
+    def mean(self, loss: Tensor) -> Tensor:  # noqa: D102
+        bucket = Bucket(self._group)
+        bucket.add(loss / self._size)
+        return self._sent(bucket)[0]
+
+    def check_gradient(self, norm: Tensor) -> None:  # noqa: D102
+        if self._gradient_is_known:
+            return
+        norms = [torch.zeros_like(norm) for _ in range(self._size)]
+        distributed.all_gather(norms, norm.contiguous(), group=self._group)
+        found = [float(n) for n in norms]
+        if max(found) > (1 + 1e-5) * min(found):
+            raise RuntimeError(
+                f"The ranks have different gradients, of norms {', '.join(f'{n:.6g}' for n in found)}: their copies of "
+                "the model would drift apart. Average gradients before step(): train the model inside "
+                "DistributedDataParallel, with no_sync() around all micro-batches but the last."
+            )
+        self._gradient_is_known = True
+
+    def check_again(self) -> None:  # noqa: D102
+        self._gradient_is_known = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Neither gradients nor buffers are sent, and the next pass sends its buffers as ever."""
+        before = [wrapper.require_forward_param_sync for wrapper in self._wrappers]
+        with ExitStack() as stack:
+            for wrapper in self._wrappers:
+                stack.enter_context(wrapper.no_sync())
+                wrapper.require_forward_param_sync = False
+            try:
+                yield
+            finally:
+                for wrapper, sync in zip(self._wrappers, before, strict=True):
+                    wrapper.require_forward_param_sync = sync
+
+
+def _weight(weight: Weight, part: Counted, size: int) -> float:
+    return weight(part, size) if part.num_data > 0 else 0.0
+
+
+def _flat(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor:
+    tensors = [n if isinstance(n, Tensor) else torch.tensor(float(n)) for n in numbers]
+    return torch.stack([n.to(like) for n in tensors])
+
+
+def _whole_if_whole(number: float) -> float:
+    """|T| as an integer where it is one, as one process counts it."""
+    return int(number) if number == int(number) else number
+
+
+def _product(own: InputMoments, s: Tensor) -> Tensor:
+    """A s of a rank's own data, times their number."""
+    if own.operator is None or own.num_data == 0:
+        return torch.zeros_like(s)
+    with full_precision():
+        return own.operator.times(s) * own.num_data
+
+
+def ranks_of(
+    model: nn.Module, group: distributed.ProcessGroup | None
+) -> tuple[nn.Module, OneProcess | SeveralProcesses]:
+    """Who trains a model, and the model inside a wrapper.
+
+    Args:
+        model: A model, a ``DistributedDataParallel`` around one, or a module that holds one.
+        group: The group of processes, where no wrapper says it.
+
+    Returns:
+        The model without a wrapper around it, and the ranks.
+    """
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    if group is None and not wrappers:
+        return inner, OneProcess()
+    group = wrappers[0].process_group if group is None else group
+    if distributed.get_world_size(group) == 1:
+        return inner, OneProcess(is_chosen=True)
+    return inner, SeveralProcesses(group, wrappers)
