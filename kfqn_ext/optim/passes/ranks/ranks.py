@@ -122,6 +122,7 @@ class SeveralProcesses:
     def pooled(  # noqa: D102
         self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
     ) -> tuple[Results, list[float]]:
+        self._check_wrappers()
         bucket, sent = Bucket(self._group), []
         for module, measured in results.items():
             for kind, own in measured.items():
@@ -160,6 +161,14 @@ class SeveralProcesses:
             quantity = new[module][kind]
             new[module][kind] = replace(quantity, A_s=found[n] / quantity.num_data)
         return whole.like({module: Measured(quantities) for module, quantities in new.items()})
+
+    def _check_wrappers(self) -> None:
+        if any(wrapper._join_config.enable for wrapper in self._wrappers):
+            raise RuntimeError(
+                "Inside DistributedDataParallel.join() a rank that has run out of data only answers the wrapper's own "
+                "messages, and would leave those about curvature unanswered. Give all ranks as many batches "
+                "(DistributedSampler does), or an empty batch with a loss of zero."
+            )
 
     def _sent(self, bucket: Bucket) -> list[Tensor]:
         sums = bucket.sums()
