@@ -65,9 +65,12 @@ class Active:
         return not self.alone and not module.__dict__.get("_backpack_extend", False)
 
 
+_NOTHING = Active()
+
+
 def active() -> Active:
     """What holds now, in the thread that has started the backward pass that runs."""
-    return of_thread(_KEY, Active())
+    return of_thread(_KEY, _NOTHING)
 
 
 @contextmanager
@@ -86,13 +89,15 @@ def measuring(extensions: Iterable[Any], alone: bool = False) -> Iterator[None]:
 
     Args:
         extensions: They join those that are active already.
-        alone: Whether those of ``backpack(...)`` wait until the body has ended.
+        alone: Whether others wait until the body has ended, those of ``backpack(...)`` too, but for others in a context
+            of this kind.
 
     Yields:
         Nothing.
     """
     now = active()
-    with _holding(replace(now, extensions=(*now.extensions, *extensions), alone=now.alone or alone)):
+    others = () if alone and not now.alone else now.extensions
+    with _holding(replace(now, extensions=(*others, *extensions), alone=now.alone or alone)):
         yield
 
 

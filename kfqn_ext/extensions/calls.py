@@ -15,14 +15,14 @@ class Call:
     """One call of a layer, alive as long as its graph: tells a second pass through it from another call."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Remember what a layer multiplies with, which is not held.
-
-        The backward pass that the forward pass runs in, as in a reentrant checkpoint, is remembered too; -1 for none.
-        """
-        self.within: int = current_backward()
-        used = {name: module._parameters.get(name) for name in ("weight", "bias")}
-        self._used = {name: (weakref.ref(p), version_of(p)) for name, p in used.items() if p is not None}
-        self.trained = any(p is not None and p.requires_grad for p in used.values())
+        """Remember what the layer multiplies with, without holding it, and where the call is made."""
+        self.within: int = current_backward()  # in which backward pass, as in a reentrant checkpoint; -1 for none
+        self._used, self.trained = [], False
+        for name in ("weight", "bias"):
+            p = module._parameters.get(name)  # the one that torch.func.functional_call puts there
+            if p is not None:
+                self._used.append((name, weakref.ref(p), version_of(p)))
+                self.trained |= p.requires_grad
         self._own_output = not has_global_forward_hooks()
         reached = active().reached
         self._zeros = tuple(reached.zeros) if module in reached.layers else None
@@ -34,7 +34,7 @@ class Call:
                 "a global forward hook (torch.nn.modules.module.register_module_forward_hook) may have changed its "
                 "output before that was watched; register the hook on the modules"
             )
-        for name, (used, version) in self._used.items():
+        for name, used, version in self._used:
             held = module._parameters.get(name)
             if held is None or held is not used():
                 return (
