@@ -1,5 +1,6 @@
 """Which call of a layer an extension is called for, in which backward pass, and whether it was h = W a + b."""
 
+import copy
 import weakref
 from typing import Any
 
@@ -7,8 +8,10 @@ from torch import nn
 
 from kfqn_ext._torch import accumulates_gradient_of, current_backward, has_global_forward_hooks, version_of
 from kfqn_ext.extensions.active import active
+from kfqn_ext.geometry import LayerGeometry, geometry_of
 
 CALL = "_kfqn_call"
+_PLAIN = (int, float, bool, str, tuple)
 
 
 class Call:
@@ -23,6 +26,7 @@ class Call:
             if p is not None:
                 self._used.append((name, weakref.ref(p), version_of(p)))
                 self.trained |= p.requires_grad
+        self._settings = _settings(module)
         self._own_output = not has_global_forward_hooks()
         reached = active().reached
         self._zeros = tuple(reached.zeros) if module in reached.layers else None
@@ -46,7 +50,15 @@ class Call:
                     f"its {name} was changed in place between forward and backward pass; change it when the backward "
                     "pass has ended"
                 )
+        if _settings(module) != self._settings and self._geometry(module) != geometry_of(module):
+            return "its settings (stride, padding, …) were changed since it was called; give each a layer of its own"
         return None
+
+    def _geometry(self, module: nn.Module) -> LayerGeometry | None:
+        """The layer as it was."""
+        twin = copy.copy(module)
+        vars(twin).update(self._settings)
+        return geometry_of(twin)
 
     def is_added_up(self, module: nn.Module) -> bool:
         """Whether the pass that runs adds to the weight's ``.grad`` or, where that is frozen, to that of a zero.
@@ -59,6 +71,11 @@ class Call:
         if self._zeros is None:
             return False
         return self.within >= 0 or any(map(accumulates_gradient_of, reversed(self._zeros)))
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """What a geometry may be read off, beside parameters; and more, as ``training``, which makes no other one."""
+    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
 def call_of(module: nn.Module) -> tuple[Any, int]:

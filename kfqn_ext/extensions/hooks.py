@@ -49,8 +49,8 @@ def extend(model: nn.Module) -> nn.Module:
     Unlike ``backpack.extend`` it changes nothing in what the model computes and allows in-place operations on the
     layers' outputs; only first-order extensions can run. Calling it again attaches what is new and nothing twice.
     Extend before ``torch.compile``, and :func:`unextend` before ``torch.jit.script``. Backward passes with
-    ``create_graph=True`` are parts of a computation that goes on, and no extension runs in them; nor does one for a call
-    with other weights than the layer's own (``torch.func.functional_call``).
+    ``create_graph=True`` are parts of a computation that goes on, and no extension runs in them. Nor does one for a
+    call with other weights than the layer's own (``torch.func.functional_call``).
 
     Args:
         model: Any module. It is modified and returned.

@@ -342,6 +342,40 @@ def test_a_step_between_two_backward_passes_changes_the_weights_of_the_second() 
         optimizer.step()
 
 
+def test_settings_that_change_between_the_calls_of_a_layer() -> None:
+    """As where convolutions of several dilations share their weights."""
+    layer, x = extend(nn.Conv1d(2, 2, 3, padding=1, dtype=F64)), torch.randn(6, 2, 8, dtype=F64)
+    moments = KBFGSQuantities("sum")
+    for dilations, there in (((1, 2), False), ((2,), True), ((2, 2), True), ((1,), True)):
+        h = x
+        with backpack(moments):
+            for d in dilations:
+                layer.dilation, layer.padding = (d,), (d,)
+                h = layer(h).tanh()
+            h.sum().backward()
+        assert (layer in moments) is there
+    layer.dilation, layer.padding = (2,), (2,)
+    with backpack(moments):
+        loss = layer(x).sin().sum()
+        layer.dilation, layer.padding = (1,), (1,)
+        loss.backward()
+    with pytest.raises(MissingQuantitiesError, match=r"Conv1d\(.*its settings \(stride, padding, …\) were changed"):
+        moments[layer]
+
+
+@kinds
+def test_settings_that_say_nothing_about_the_layer_may_change(kind: str) -> None:
+    layer, x = layer_and_input(kind)
+    extend(layer)
+    moments, layer.count = KBFGSQuantities("sum"), 0
+    with backpack(moments):
+        loss = layer(x).sin().sum()
+        layer.eval()
+        layer.count += 1
+        loss.backward()
+    check(moments[layer], layer, x)
+
+
 def test_no_copy_of_a_weight_is_held() -> None:
     layer, x = layer_and_input("linear")
     extend(layer)
