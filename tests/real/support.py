@@ -49,6 +49,7 @@ ROWS: list[Row] = [
         ("hooks that change outputs", W, "before or after `extend`, prepended or not: the layer's own output is watched before they run", calls.hooks_that_change_outputs),
         ("hooks that change inputs or gradients", W, "what the layer multiplied, and the gradient that entered it", calls.hooks_that_change_inputs_or_gradients),
         ("global forward hooks", M, "they run before all others: a warning names each layer; register hooks on modules", calls.global_forward_hooks),
+        ("settings that change between calls", M, "one convolution at several dilations: a warning names the layer", calls.settings_that_change_between_calls),
         ("functional_call with other weights", M, "weight noise, MAML: the gradient is not the layer's own; a warning names each layer. With the model's own parameters it works", calls.functional_call_with_other_weights),
         ("tied weights", M, "the gradient is a sum over several layers, no layer's own", models.tied_weights),
         ("head tied to an embedding", M, "as tied weights; the other layers are preconditioned", models.embedding_tied_to_the_head),
