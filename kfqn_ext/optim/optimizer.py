@@ -22,7 +22,7 @@ from kfqn_ext.optim.groups.repr import render
 from kfqn_ext.optim.groups.schedules import Schedule, apply_schedules, take_schedules
 from kfqn_ext.optim.groups.validation import check_arguments, check_group, check_split, settle
 from kfqn_ext.optim.late_warning import LateWarning
-from kfqn_ext.optim.numbers import number
+from kfqn_ext.optim.numbers import as_real, number
 from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
@@ -322,7 +322,7 @@ class KroneckerOptimizer(Optimizer):
         """‖∂p‖_F of each parameter that has a gradient, [], in float32 at least."""
         # The Euclidean norm: on a CPU it costs a twentieth of the largest entry.
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        grads = self._gradients()
+        grads = [as_real(grad) for grad in self._gradients()]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         return dict(zip(parameters, torch._foreach_norm(grads, 2, dtype), strict=True))
 

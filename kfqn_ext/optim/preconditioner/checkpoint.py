@@ -180,7 +180,11 @@ def fitted(saved: Mapping[str, Any], p: Tensor) -> State:
 def _fitted(key: str, value: Tensor, p: Tensor) -> Tensor:
     if key == "num_locations":  # a number of the host
         return value.to("cpu", copy=True)
-    dtype = working_dtype(p) if value.is_floating_point() else value.dtype
+    dtype = value.dtype
+    if value.is_complex():
+        dtype = working_dtype(p)
+    elif value.is_floating_point():  # also of a complex parameter
+        dtype = working_dtype(p).to_real()
     return value.to(p.device, dtype, copy=True)
 
 
