@@ -113,6 +113,7 @@ class KroneckerOptimizer(Optimizer):
         Args:
             model: The model; :func:`kfqn_ext.extend` is called on it.
             params: Parameters or groups of them, as for any ``torch.optim`` optimizer; all of the model's if None.
+                Weight and bias of a layer may be in two groups that differ in ``weight_decay`` alone.
                 Every hyperparameter but ``step_cap``, ``second_pass_fraction`` and ``reduction`` can be set by group.
             recipe: The row of the table.
             lr: α ≥ 0. A function of the step k = 1, 2, … makes a schedule, here and below, until somebody else sets

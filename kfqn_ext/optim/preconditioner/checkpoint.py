@@ -1,12 +1,13 @@
 """State that was saved: does it fit this model and this optimizer, and in which dtype and where is it kept?"""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from kfqn_ext.errors import listed
 from kfqn_ext.optim.groups.plan import Block, Plan, working_dtype
 from kfqn_ext.optim.inverses import State
 from kfqn_ext.optim.preconditioner import block as blocks
@@ -99,7 +100,7 @@ def _order(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]], given: 
     if {*before} != {*now}:
         if not given:
             return None
-        lacking, more = _listed({*now} - {*before}), _listed({*before} - {*now})
+        lacking, more = (listed(sorted(names)) for names in ({*now} - {*before}, {*before} - {*now}))
         raise ValueError(
             f"This state is not that of these parameter groups: of their parameters it lacks {lacking}, and it has "
             f"{more} beside them. Build model and optimizer as they were built when the state was saved. Where names "
@@ -111,16 +112,11 @@ def _order(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]], given: 
     for group, i in zip(own, found, strict=True):
         if i is None:
             raise ValueError(
-                f"This state has its parameters in other groups: {_listed({*group})} make one here. Build the "
+                f"This state has its parameters in other groups: {listed(sorted(group))} make one here. Build the "
                 "optimizer with the groups that it had when the state was saved, or delete 'param_names' of the "
                 "state's param_groups to load by order."
             )
     return [i for i in found if i is not None]
-
-
-def _listed(names: Collection[str], most: int = 3) -> str:
-    shown = ", ".join(sorted(names)[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"
 
 
 def check_layout(state_dict: Mapping[str, Any], recipe: Recipe, name: str) -> None:
