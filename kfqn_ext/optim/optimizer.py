@@ -639,14 +639,8 @@ class KroneckerOptimizer(Optimizer):
         return self._plan
 
     def _apply_schedules(self) -> None:
-        """Set scheduled values for the step that begins; again does no harm, and nothing looks further ahead.
-
-        Then weights and biases in two groups must still have one step: whoever sets a value may have set it in one.
-        """
-        for group, schedules in zip(self.param_groups, self._schedules, strict=True):
-            settle(group)
-            apply_schedules(group, schedules)
-        check_split(self.param_groups, self._planned.split)
+        """Set scheduled values for the step that begins; again does no harm, and nothing looks further ahead."""
+        apply_schedules(self.param_groups, self._schedules, self._planned.split)
 
     def __repr__(self) -> str:
         """Describe the hyperparameters and the treatment of every parameter."""

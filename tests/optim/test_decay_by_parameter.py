@@ -111,6 +111,20 @@ def test_rates_and_decays_of_every_kind(make: Any, decay: Any) -> None:
         torch.testing.assert_close(p, q)
 
 
+def test_functions_that_part_later() -> None:
+    """The step that would need two rates is refused, and the groups keep the values of the step before."""
+    model = net()
+    one, two = groups(model)
+    optimizer = KBFGS(model, [{**one, "lr": lambda k: 0.1}, {**two, "lr": lambda k: 0.1 if k < 3 else 0.05}])
+    for _ in range(2):
+        step(model, optimizer)
+    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="have the lr 0.1 and 0.05"):
+            step(model, optimizer)
+        assert same(model, before) and optimizer.state_dict()["param_groups"] == state
+
+
 # ------------------------------------------------------------------ what follows
 
 

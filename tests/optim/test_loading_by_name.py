@@ -153,6 +153,15 @@ def test_without_names_the_order_counts() -> None:
     other.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("given", [{}, {"model": {}, "optimizer": {}}, {"state": {}}])
+def test_what_is_no_state(given: dict[str, Any]) -> None:
+    _, optimizer = trained("KBFGS")
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"no state of an optimizer.* it has (none|model, optimizer|state)\."):
+        optimizer.load_state_dict(given)
+    assert unchanged(optimizer, before)
+
+
 # ------------------------------------------------------------------ torch's hooks
 
 

@@ -30,7 +30,16 @@ def layout(recipe: Recipe) -> str:
 
 
 def migrated(state_dict: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dictionary of an earlier version in the words of this one; others as they are. Nothing is changed."""
+    """A state dictionary of an earlier version in the words of this one; others as they are. Nothing is changed.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"This is no state of an optimizer, which has 'state' and 'param_groups': it has {listed([*state_dict])}. "
+            "Of a checkpoint, give the part that optimizer.state_dict() returned."
+        )
     groups = [_migrated_group(group, defaults) for group in state_dict["param_groups"]]
     state = {
         key: {_RENAMED_KEYS.get(name, name): value for name, value in saved.items()}
