@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kfqn_ext.linalg import kronecker
 from kfqn_ext.optim import Minibatch
 from kfqn_ext.optim.late_warning import LateWarning
-from tests.optim.family import FAMILY, OPTIONS, varied
+from tests.optim.family import FAMILY, OPTIONS, classes, varied
 
 each = pytest.mark.parametrize(("name", "option"), varied("weight decay"))
 
@@ -79,6 +79,28 @@ def test_a_step_reads_nothing_back(name: str, option: str) -> None:
     for k in range(2):
         optimizer.step(batch(model, k))
     assert reads(optimizer, model, range(2, 8)) == []
+
+
+@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05), lambda k: 0.1 / k], ids=["number", "tensor", "function"])
+@pytest.mark.parametrize("name", classes())
+def test_weights_and_biases_in_two_groups(name: str, lr: Any) -> None:
+    """Whether both have one rate is seen without reading it, also after loading."""
+    model = net()
+
+    def build() -> Any:
+        parts = [[p for p in model.parameters() if (p.ndim > 1) is matrices] for matrices in (True, False)]
+        groups = [{"params": part, "weight_decay": 0.1 / i} for i, part in enumerate(parts, start=1)]
+        return FAMILY[name].make(model, params=groups, lr=lr, damping=0.5, T=2)
+
+    optimizer = build()
+    for k in range(2):
+        optimizer.step(batch(model, k))
+    assert reads(optimizer, model, range(2, 6)) == []
+    other = build()
+    other.load_state_dict(optimizer.state_dict())
+    for k in range(6, 8):  # it looks for normalizations, once
+        other.step(batch(model, k))
+    assert reads(other, model, range(8, 12)) == []
 
 
 @each
