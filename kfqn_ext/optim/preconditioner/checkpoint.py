@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kfqn_ext._torch import uncompiled_name
 from kfqn_ext.errors import listed
 from kfqn_ext.optim.groups.plan import Block, Plan, working_dtype
 from kfqn_ext.optim.inverses import State
@@ -80,18 +81,18 @@ def in_order(
         ValueError: If its parameters have other names than the optimizer's, or are grouped otherwise.
     """
     saved = state_dict["param_groups"]
-    saved_names = [group.get("param_names", []) for group in saved]
+    saved_names = [[uncompiled_name(name) for name in group.get("param_names", [])] for group in saved]
     if any(len(found) != len(group["params"]) for found, group in zip(saved_names, saved, strict=True)):
         return dict(state_dict)  # without names, or somebody has changed one of the two
     own_names = [group.get("param_names", [names[p] for p in group["params"]]) for group in groups]
     given = all("param_names" in group for group in groups)
-    order = _order(saved_names, own_names, given)
+    order = _order(saved_names, [[uncompiled_name(name) for name in own] for own in own_names], given)
     if order is None:
         return dict(state_dict)
     ordered = []
     for i, own in zip(order, own_names, strict=True):
         ids = dict(zip(saved_names[i], saved[i]["params"], strict=True))
-        ordered.append({**saved[i], "params": [ids[name] for name in own], "param_names": list(own)})
+        ordered.append({**saved[i], "params": [ids[uncompiled_name(name)] for name in own], "param_names": list(own)})
     return {**state_dict, "param_groups": ordered}
 
 
