@@ -50,9 +50,7 @@ def test_nothing_but_the_decay_may_differ_in_the_beginning(name: str, key: str) 
     key_here = member.T if key == "T" else key
     message = rf"Weight and bias of 0, 3 are one matrix .* groups 0 and 1 have the {key_here} .* Only weight_decay"
     with pytest.raises(ValueError, match=message):
-        member.make(model, params=groups(model, **{key_here: OTHER_VALUES[key]}), lr=0.1, momentum=0.5) if member.takes(
-            "momentum"
-        ) else member.make(model, params=groups(model, **{key_here: OTHER_VALUES[key]}), lr=0.1)
+        member.make(model, params=groups(model, **{key_here: OTHER_VALUES[key]}), lr=0.1)
     assert not any(m._forward_hooks for m in model.modules())
 
 

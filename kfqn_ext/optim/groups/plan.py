@@ -151,7 +151,7 @@ def make_plan(model: nn.Module, group_of: dict[Tensor, int], before: Mapping[Ten
     named = {p: gone[p] if p in gone else names[p] for p in group_of}
     treatments = tuple(_treatment(name, p, layers, covered, group_of, reasons, model) for p, name in named.items())
     if not layers:
-        found = "; ".join(f"{names[p]}: {reason}" for p, reason in reasons.items()) or "no Linear or Conv layer"
+        found = "; ".join(f"{(names | gone)[p]}: {why}" for p, why in reasons.items()) or "no Linear or Conv layer"
         raise UnsupportedLayerError(
             f"{type(model).__name__} has no layer with a Kronecker block ({found}). "
             "Use a torch.optim optimizer, or register your kind of layer with kfqn_ext.geometry.register."
