@@ -195,3 +195,8 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` made this one of; itself where it did not."""
     original: nn.Module = getattr(module, "_orig_mod", module)
     return original
+
+
+def uncompiled_name(name: str) -> str:
+    """What a parameter was called before ``torch.compile`` put its model, or a part of it, into another module."""
+    return name.replace("_orig_mod.", "")
