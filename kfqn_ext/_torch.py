@@ -162,7 +162,8 @@ def has_global_forward_hooks() -> bool:
 def run_hook_first(module: nn.Module, handle: RemovableHandle) -> None:
     """Let one of a module's forward hooks run before its others in the call that is about to begin."""
     hooks: Any = module._forward_hooks  # an OrderedDict, which torch declares as a dict
-    hooks.move_to_end(handle.id, last=False)
+    if handle.id in hooks:  # which somebody may have cleared
+        hooks.move_to_end(handle.id, last=False)
 
 
 def is_batch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
@@ -194,3 +195,8 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` made this one of; itself where it did not."""
     original: nn.Module = getattr(module, "_orig_mod", module)
     return original
+
+
+def uncompiled_name(name: str) -> str:
+    """What a parameter was called before ``torch.compile`` put its model, or a part of it, into another module."""
+    return name.replace("_orig_mod.", "")

@@ -36,13 +36,24 @@ def explained(model: nn.Module, x: Any) -> Iterator[None]:
         yield
     except TypeError as error:
         args, kwargs = arguments(x)
+        if _takes(model, args, kwargs):
+            raise
+        found = f"by the names {', '.join(map(str, kwargs))}" if kwargs else f"on {len(args)} inputs"
+        raise TypeError(
+            f"{type(model).__name__} was called {found}, and its forward takes {inspect.signature(model.forward)}: a "
+            "mapping is several inputs by name, and a tuple or list several in their order. Give a single one of these "
+            "as (x,)."
+        ) from error
+
+
+def _takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a model's ``forward`` takes such inputs, for all that is known of it."""
+    try:
         signature = inspect.signature(model.forward)
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError:
-            found = f"by the names {', '.join(map(str, kwargs))}" if kwargs else f"on {len(args)} inputs"
-            raise TypeError(
-                f"{type(model).__name__} was called {found}, and its forward takes {signature}: a mapping is several "
-                "inputs by name, and a tuple or list several in their order. Give a single one of these as (x,)."
-            ) from error
-        raise
+    except (TypeError, ValueError):  # of a function that was not written in Python
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True

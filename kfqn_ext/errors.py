@@ -1,4 +1,6 @@
-"""Errors that a caller may want to tell apart from any other."""
+"""Errors that a caller may want to tell apart from any other, and how a message lists names."""
+
+from collections.abc import Sequence
 
 
 class UnsupportedLayerError(NotImplementedError):
@@ -7,3 +9,9 @@ class UnsupportedLayerError(NotImplementedError):
 
 class MissingQuantitiesError(RuntimeError):
     """A quantity was asked for that no backward pass has produced."""
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first of some names, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"

@@ -261,6 +261,14 @@ def test_leaves_of_nested_containers() -> None:
     assert _torch.map_leaves(lambda leaf: (leaf,), tree) == {"a": ((1,), [(2,), (None,)]), "b": (3,)}
 
 
+def test_what_compiling_calls_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2)))
+    for compiled in (torch.compile(model), model):
+        names = [name for name, _ in compiled.named_parameters()]
+        assert any("_orig_mod." in name for name in names)
+        assert [_torch.uncompiled_name(name) for name in names] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
 def test_mappings_and_dataclasses_are_trees_too() -> None:
     @dataclass(frozen=True)
     class Pair:

@@ -78,9 +78,12 @@ def _has_backpacks_hooks(module: nn.Module) -> bool:
     return bool(module.__dict__.get("_backpack_extend", False))
 
 
+_NOTHING = Active()
+
+
 def active() -> Active:
     """What holds now, in the thread that has started the backward pass that runs."""
-    return of_thread(_KEY, Active())
+    return of_thread(_KEY, _NOTHING)
 
 
 @contextmanager
@@ -99,14 +102,16 @@ def measuring(extensions: Iterable[Any], alone: bool = False) -> Iterator[None]:
 
     Args:
         extensions: They join those that are active already.
-        alone: Whether those of ``backpack(...)`` that are active now wait until the body has ended.
+        alone: Whether others that are active now wait until the body has ended, those of ``backpack(...)`` too, but for
+            others in a context of this kind.
 
     Yields:
         Nothing.
     """
     now = active()
     waiting = tuple(CTX.get_active_exts()) if alone else now.waiting
-    with _holding(replace(now, extensions=(*now.extensions, *extensions), waiting=waiting)):
+    others = () if alone and now.waiting is None else now.extensions
+    with _holding(replace(now, extensions=(*others, *extensions), waiting=waiting)):
         yield
 
 

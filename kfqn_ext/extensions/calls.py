@@ -1,5 +1,6 @@
 """Which call of a layer an extension is called for, in which backward pass, and whether it was h = W a + b."""
 
+import copy
 import weakref
 from typing import Any
 
@@ -7,22 +8,25 @@ from torch import nn
 
 from kfqn_ext._torch import accumulates_gradient_of, current_backward, has_global_forward_hooks, version_of
 from kfqn_ext.extensions.active import active
+from kfqn_ext.geometry import LayerGeometry, geometry_of
 
 CALL = "_kfqn_call"
+_PLAIN = (int, float, bool, str, tuple)
 
 
 class Call:
     """One call of a layer, alive as long as its graph: tells a second pass through it from another call."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Remember what a layer multiplies with, which is not held.
-
-        The backward pass that the forward pass runs in, as in a reentrant checkpoint, is remembered too; -1 for none.
-        """
-        self.within: int = current_backward()
-        used = {name: module._parameters.get(name) for name in ("weight", "bias")}
-        self._used = {name: (weakref.ref(p), version_of(p)) for name, p in used.items() if p is not None}
-        self.trained = any(p is not None and p.requires_grad for p in used.values())
+        """Remember what the layer multiplies with, without holding it, and where the call is made."""
+        self.within: int = current_backward()  # in which backward pass, as in a reentrant checkpoint; -1 for none
+        self._used, self.trained = [], False
+        for name in ("weight", "bias"):
+            p = module._parameters.get(name)  # the one that torch.func.functional_call puts there
+            if p is not None:
+                self._used.append((name, weakref.ref(p), version_of(p)))
+                self.trained |= p.requires_grad
+        self._settings = _settings(module)
         self._own_output = not has_global_forward_hooks()
         reached = active().reached
         self._zeros = tuple(reached.zeros) if module in reached.layers else None
@@ -34,7 +38,7 @@ class Call:
                 "a global forward hook (torch.nn.modules.module.register_module_forward_hook) may have changed its "
                 "output before that was watched; register the hook on the modules"
             )
-        for name, (used, version) in self._used.items():
+        for name, used, version in self._used:
             held = module._parameters.get(name)
             if held is None or held is not used():
                 return (
@@ -46,7 +50,15 @@ class Call:
                     f"its {name} was changed in place between forward and backward pass; change it when the backward "
                     "pass has ended"
                 )
+        if _settings(module) != self._settings and self._geometry(module) != geometry_of(module):
+            return "its settings (stride, padding, …) were changed since it was called; give each a layer of its own"
         return None
+
+    def _geometry(self, module: nn.Module) -> LayerGeometry | None:
+        """The layer as it was."""
+        twin = copy.copy(module)
+        vars(twin).update(self._settings)
+        return geometry_of(twin)
 
     def is_added_up(self, module: nn.Module) -> bool:
         """Whether the pass that runs adds to the weight's ``.grad`` or, where that is frozen, to that of a zero.
@@ -59,6 +71,11 @@ class Call:
         if self._zeros is None:
             return False
         return self.within >= 0 or any(map(accumulates_gradient_of, reversed(self._zeros)))
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """What a geometry may be read off, beside parameters; and more, as ``training``, which makes no other one."""
+    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
 def call_of(module: nn.Module) -> tuple[Any, int]:

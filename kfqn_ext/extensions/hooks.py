@@ -49,7 +49,8 @@ def extend(model: nn.Module) -> nn.Module:
     Unlike ``backpack.extend`` it changes nothing in what the model computes and allows in-place operations on the
     layers' outputs; only first-order extensions can run. Calling it again attaches what is new and nothing twice.
     Extend before ``torch.compile``, and :func:`unextend` before ``torch.jit.script``. Backward passes with
-    ``create_graph=True`` are parts of a computation that goes on, and no extension runs in them.
+    ``create_graph=True`` are parts of a computation that goes on, and no extension runs in them. Nor does one for a
+    call with other weights than the layer's own (``torch.func.functional_call``).
 
     Args:
         model: Any module. It is modified and returned.
@@ -228,7 +229,7 @@ def _run_extensions(exts: Sequence[Any], module: nn.Module, call: Call, kept: li
     module.__dict__.update({"output": g, CALL: call})
     try:
         wanted = [ext for ext in exts if (ext.wanted(module) if isinstance(ext, LayerExtension) else own)]
-        if wanted:
+        if wanted and own:
             module.__dict__["input0"] = _input(module, kept)
         with without_autocast():
             for ext in wanted:

@@ -1,6 +1,7 @@
 """Momentum and step of all parameters, in place, without waiting for the device and in few operations.
 
-A layer's W = [weight, bias] moves as one matrix; which entries of a matrix are the weight's, its geometry knows.
+A layer's W = [weight, bias] moves as one matrix; which entries of a matrix are the weight's, its geometry knows. A
+complex parameter moves as its real and imaginary parts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from kfqn_ext.optim.gate import Gate, Rate
 from kfqn_ext.optim.groups.plan import Layer, Plan, working_dtype
 from kfqn_ext.optim.inverses import State
 from kfqn_ext.optim.lengths import Step, StepLength
+from kfqn_ext.optim.numbers import as_real
 from kfqn_ext.optim.others import Other, Others
 from kfqn_ext.optim.preconditioner.block import kin, momentum
 from kfqn_ext.optim.recipe import Recipe
@@ -75,7 +77,7 @@ class Move:
     """A parameter's step θ ← δ θ - r p.
 
     Attributes:
-        p: The parameter θ.
+        p: The parameter θ, or a view of its real and imaginary parts.
         direction: p, shaped like θ.
         momentum: M, shaped like θ.
         rate: r.
@@ -107,7 +109,7 @@ def _momenta(group: Group, state: Mapping[Tensor, State], plan: Plan) -> Iterato
                 assert q.grad is not None
                 yield part, q.grad
         elif p not in plan.covered and p.grad is not None:
-            yield _momentum_of(p, state[p]), p.grad
+            yield as_real(_momentum_of(p, state[p])), as_real(p.grad)
 
 
 def _idle_momenta(group: Group, state: Mapping[Tensor, State], plan: Plan) -> Iterator[Tensor]:
@@ -209,7 +211,7 @@ def _apart(
                 norms = [grad_norms[q] for q in parts]
                 layers.append(_Ready(layer, group, Step(P, M, norms, group["momentum"], state[p])))
         elif p not in plan.covered and p.grad is not None:
-            others.append(Other(p, _momentum_of(p, state[p]), state[p]))
+            others.append(Other(p, as_real(_momentum_of(p, state[p])), state[p]))
     return layers, others
 
 
@@ -227,7 +229,7 @@ def _moves_of_others(
     """Moves of a group's parameters that have no block, or whose layer has no curvature."""
     lr, rate = group["lr"], rule.rate(group["lr"], group["damping"])
     for other, direction in zip(others, rule.directions(others, group, gate), strict=True):
-        yield Move(other.p, direction, other.momentum, rate, lr, shrinks[other.p])
+        yield Move(as_real(other.p), direction, other.momentum, rate, lr, shrinks[other.p])
 
 
 def _moves_of_layers(ready: Sequence[_Ready], rule: StepLength, shrinks: Shrinks, gate: Gate) -> Iterator[Move]:

@@ -1,9 +1,10 @@
-"""Numbers as people have them, of NumPy's or of torch's, as numbers of Python's: what a checkpoint can hold."""
+"""Numbers as people have them: of NumPy's or torch's as ones of Python's, and complex ones as pairs of real ones."""
 
 from numbers import Integral, Real
 from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -30,3 +31,8 @@ def integer(value: Any) -> Any:
 def is_count(value: Any) -> bool:
     """Whether a value is an integer of at least 1."""
     return type(value) is int and value >= 1
+
+
+def as_real(t: Tensor) -> Tensor:
+    """A complex tensor as a view of its real and imaginary parts, [..., 2]; a real one as it is."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t

@@ -22,7 +22,7 @@ from kfqn_ext.optim.groups.repr import render
 from kfqn_ext.optim.groups.schedules import Schedule, apply_schedules, take_schedules
 from kfqn_ext.optim.groups.validation import check_arguments, check_group, check_split, settle
 from kfqn_ext.optim.late_warning import LateWarning
-from kfqn_ext.optim.numbers import number
+from kfqn_ext.optim.numbers import as_real, number
 from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
@@ -117,6 +117,7 @@ class KroneckerOptimizer(Optimizer):
         Args:
             model: The model; :func:`kfqn_ext.extend` is called on it.
             params: Parameters or groups of them, as for any ``torch.optim`` optimizer; all of the model's if None.
+                Weight and bias of a layer may be in two groups that differ in ``weight_decay`` alone.
                 Every hyperparameter but ``step_cap``, ``second_pass_fraction`` and ``reduction`` can be set by group.
             recipe: The row of the table.
             lr: α ≥ 0. A function of the step k = 1, 2, … makes a schedule, here and below, until somebody else sets
@@ -321,8 +322,8 @@ class KroneckerOptimizer(Optimizer):
         P = None if layer.weight.grad is None else self._preconditioner.direction(block, M)
         if P is None and (self._iteration is None or layer not in self._iteration.rejected):
             self._warn_once(
-                f"Layer {layer.name} has a gradient but was not measured (called through F.linear or with other "
-                "weights, compiled before it was extended, or its weight frozen?); it moves by "
+                f"Layer {layer.name} has a gradient but was not measured (called through F.linear, or with other "
+                "weights or settings, compiled before it was extended, or its weight frozen?); it moves by "
                 f"{self.recipe.others.title}, as others do."
             )
         return P
@@ -344,7 +345,7 @@ class KroneckerOptimizer(Optimizer):
         """‖∂p‖_F of each parameter that has a gradient, [], in float32 at least."""
         # The Euclidean norm: on a CPU it costs a twentieth of the largest entry.
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        grads = self._gradients()
+        grads = [as_real(grad) for grad in self._gradients()]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         return dict(zip(parameters, torch._foreach_norm(grads, 2, dtype), strict=True))
 
@@ -670,14 +671,8 @@ class KroneckerOptimizer(Optimizer):
         return self._plan
 
     def _apply_schedules(self) -> None:
-        """Set scheduled values for the step that begins; again does no harm, and nothing looks further ahead.
-
-        Then weights and biases in two groups must still have one step: whoever sets a value may have set it in one.
-        """
-        for group, schedules in zip(self.param_groups, self._schedules, strict=True):
-            settle(group)
-            apply_schedules(group, schedules)
-        check_split(self.param_groups, self._planned.split)
+        """Set scheduled values for the step that begins; again does no harm, and nothing looks further ahead."""
+        apply_schedules(self.param_groups, self._schedules, self._planned.split)
 
     def __repr__(self) -> str:
         """Describe the hyperparameters and the treatment of every parameter."""

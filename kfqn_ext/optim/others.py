@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kfqn_ext.optim.gate import Gate, Rate
 from kfqn_ext.optim.inverses.base import State
+from kfqn_ext.optim.numbers import as_real
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Other:
 
     Attributes:
         p: The parameter θ.
-        momentum: M of this step, shaped like it.
+        momentum: M of this step, shaped like it; of a complex one, [..., 2].
         state: The optimizer's state of it, in which a rule may keep tensors.
     """
 
@@ -47,7 +48,7 @@ class Others:
             gate: Says whether the minibatch is finite; where it is not, states stay as they are.
 
         Returns:
-            One for each, shaped like it, in the dtype of its momentum.
+            One for each, shaped like its momentum, and in its dtype.
         """
         raise NotImplementedError
 
@@ -123,7 +124,7 @@ class AdamW(Others):
         """Those of parameters on one device and in one dtype."""
         momenta, like = [other.momentum for other in others], others[0].momentum
         # Closed before they are squared: 0 · NaN is NaN, and the largest number's square is infinite.
-        grads = [torch.nan_to_num(other.p.grad.to(like.dtype)) for other in others if other.p.grad is not None]
+        grads = [torch.nan_to_num(as_real(other.p.grad).to(like.dtype)) for other in others if other.p.grad is not None]
         torch._foreach_mul_(grads, gate.choose(1.0, 0.0, like))
         for other, g in zip(others, grads, strict=True):
             if "exp_avg_sq" not in other.state:

@@ -210,8 +210,17 @@ def test_a_copy_of_an_extended_model_works(trip: str) -> None:
     extend(twin)
     assert [len(m._forward_hooks) for _, m in layers(twin)] == [1] * 4
     unextend(twin)
-    assert [len(m._forward_hooks) for _, m in layers(twin)] == [0] * 4
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for _, m in layers(twin)] == [0] * 4
     assert [len(m._forward_hooks) for _, m in layers(model)] == [1] * 4
+
+
+def test_hooks_that_somebody_clears() -> None:
+    """Without a word: the layer is not extended any more."""
+    layer, moments = extend(nn.Linear(4, 3)), KBFGSQuantities()
+    layer._forward_hooks.clear()
+    with backpack(moments):
+        layer(torch.rand(5, 4)).sum().backward()
+    assert layer not in moments
 
 
 def test_hooks_leave_no_attributes_even_when_an_extension_raises() -> None:

@@ -1,6 +1,6 @@
 """What a call multiplied, with which weights, and the gradient that entered it: whatever others make of these."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from torch.func import functional_call
 
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.extensions import InputGram, KBFGSQuantities, LayerMoments, extend
+from kfqn_ext.geometry import LinearGeometry, register
+from kfqn_ext.geometry.base import _REGISTRY
 from tests.cases import assert_close
 
 F64 = torch.float64
@@ -146,6 +148,45 @@ def test_a_global_hook_is_named(kind: str) -> None:
     check(moments[layer], layer, x)
 
 
+class Doubled(torch.autograd.Function):
+    """h = W x with a backward pass of its own, and another output beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        return 2 * x, x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return 2 * g[0] + g[1] @ weight, g[1].T @ x
+
+
+class OwnLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(x, self.weight)[1]
+
+
+@pytest.fixture
+def own_layer() -> Iterator[nn.Module]:
+    register(OwnLayer, lambda m: LinearGeometry(d_in=4, d_out=3, groups=1, has_bias=False))
+    yield extend(OwnLayer())
+    _REGISTRY.pop(OwnLayer)
+
+
+def test_an_output_that_is_one_of_several(own_layer: Any) -> None:
+    x, moments = torch.randn(6, 4, dtype=F64), KBFGSQuantities("sum")
+    with backpack(moments):
+        h = own_layer(x)
+        h.retain_grad()
+        h.sin().sum().backward()
+    assert_close(moments[own_layer].dh_bar, h.grad.mean(0), 1e-12)
+
+
 # ------------------------------------------------------------------ other weights
 
 
@@ -275,6 +316,19 @@ def test_a_named_layer_that_is_frozen_says_so_too() -> None:
         moments[layer]
 
 
+def test_nothing_is_said_of_the_input_of_a_call_that_is_passed_over() -> None:
+    """It was modified in place, by which a layer that is measured would be an error."""
+    layer, x = layer_and_input("linear")
+    extend(layer)
+    others, moments = {"bias": 2 * layer.bias}, KBFGSQuantities()
+    fixed = {"weight": layer.weight.detach()}  # so that autograd keeps no input itself
+    with backpack(moments):
+        loss = functional_call(layer, {**others, **fixed}, (x,)).sin().sum()
+        x.mul_(2)
+        (loss + 0 * layer.weight.sum()).backward()
+    assert layer not in moments
+
+
 def test_a_step_between_two_backward_passes_changes_the_weights_of_the_second() -> None:
     """One graph, kept; the second pass through it is of weights that are gone."""
     layer, x = layer_and_input("linear")
@@ -286,6 +340,40 @@ def test_a_step_between_two_backward_passes_changes_the_weights_of_the_second() 
             loss.backward(retain_graph=True)
         assert (layer in moments) is there
         optimizer.step()
+
+
+def test_settings_that_change_between_the_calls_of_a_layer() -> None:
+    """As where convolutions of several dilations share their weights."""
+    layer, x = extend(nn.Conv1d(2, 2, 3, padding=1, dtype=F64)), torch.randn(6, 2, 8, dtype=F64)
+    moments = KBFGSQuantities("sum")
+    for dilations, there in (((1, 2), False), ((2,), True), ((2, 2), True), ((1,), True)):
+        h = x
+        with backpack(moments):
+            for d in dilations:
+                layer.dilation, layer.padding = (d,), (d,)
+                h = layer(h).tanh()
+            h.sum().backward()
+        assert (layer in moments) is there
+    layer.dilation, layer.padding = (2,), (2,)
+    with backpack(moments):
+        loss = layer(x).sin().sum()
+        layer.dilation, layer.padding = (1,), (1,)
+        loss.backward()
+    with pytest.raises(MissingQuantitiesError, match=r"Conv1d\(.*its settings \(stride, padding, …\) were changed"):
+        moments[layer]
+
+
+@kinds
+def test_settings_that_say_nothing_about_the_layer_may_change(kind: str) -> None:
+    layer, x = layer_and_input(kind)
+    extend(layer)
+    moments, layer.count = KBFGSQuantities("sum"), 0
+    with backpack(moments):
+        loss = layer(x).sin().sum()
+        layer.eval()
+        layer.count += 1
+        loss.backward()
+    check(moments[layer], layer, x)
 
 
 def test_no_copy_of_a_weight_is_held() -> None:

@@ -50,9 +50,7 @@ def test_nothing_but_the_decay_may_differ_in_the_beginning(name: str, key: str) 
     key_here = member.T if key == "T" else key
     message = rf"Weight and bias of 0, 3 are one matrix .* groups 0 and 1 have the {key_here} .* Only weight_decay"
     with pytest.raises(ValueError, match=message):
-        member.make(model, params=groups(model, **{key_here: OTHER_VALUES[key]}), lr=0.1, momentum=0.5) if member.takes(
-            "momentum"
-        ) else member.make(model, params=groups(model, **{key_here: OTHER_VALUES[key]}), lr=0.1)
+        member.make(model, params=groups(model, **{key_here: OTHER_VALUES[key]}), lr=0.1)
     assert not any(m._forward_hooks for m in model.modules())
 
 
@@ -109,6 +107,20 @@ def test_rates_and_decays_of_every_kind(make: Any, decay: Any) -> None:
         step(twin, other)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q)
+
+
+def test_functions_that_part_later() -> None:
+    """The step that would need two rates is refused, and the groups keep the values of the step before."""
+    model = net()
+    one, two = groups(model)
+    optimizer = KBFGS(model, [{**one, "lr": lambda k: 0.1}, {**two, "lr": lambda k: 0.1 if k < 3 else 0.05}])
+    for _ in range(2):
+        step(model, optimizer)
+    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="have the lr 0.1 and 0.05"):
+            step(model, optimizer)
+        assert same(model, before) and optimizer.state_dict()["param_groups"] == state
 
 
 # ------------------------------------------------------------------ what follows

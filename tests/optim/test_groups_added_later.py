@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.optim import KBFGS, Minibatch
 from tests.optim.family import FAMILY, classes, rows
 
@@ -149,6 +150,15 @@ def test_strangers_are_still_refused() -> None:
     model.switch(replace=True)
     with pytest.raises(ValueError, match="not parameters of the model"):
         optimizer.add_param_group({"params": gone})
+
+
+def test_a_model_that_has_lost_its_last_layer() -> None:
+    model = nn.Sequential(nn.Linear(36, 3))
+    optimizer = KBFGS(model)
+    model[0] = nn.BatchNorm1d(36)
+    with pytest.raises(UnsupportedLayerError, match="no layer with a Kronecker block .*0.weight: the model has it no"):
+        optimizer.add_param_group({"params": model.parameters()})
+    assert len(optimizer.param_groups) == 1
 
 
 def assigned(model: nn.Module) -> None:

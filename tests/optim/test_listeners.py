@@ -184,14 +184,14 @@ def test_a_layer_that_is_frozen_again_stays_as_it_is() -> None:
 # ------------------------------------------------------------------ where it does not
 
 
-def test_a_weight_that_was_replaced_is_not_listened_to() -> None:
+def test_a_weight_that_was_replaced_is_named_before_anything_moves() -> None:
     """The optimizer does not know the new one; the bias is still its own."""
     model = net()
-    optimizer = OnePassKBFGS(model)
-    old, model[6].weight = model[6].weight, nn.Parameter(model[6].weight.detach().clone())
-    with pytest.warns(UserWarning, match="Layer 6 has a gradient but was not measured"):
+    optimizer, before = OnePassKBFGS(model), copy.deepcopy(model.state_dict())
+    model[6].weight = nn.Parameter(model[6].weight.detach().clone())
+    with pytest.raises(RuntimeError, match=r"new parameters in the places of 6\.weight"):
         train(model, optimizer, range(1))
-    assert "H_A" not in optimizer.state[old] and "H_A" in optimizer.state[model[3].weight]
+    assert_identical(model.state_dict(), before)
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,30 @@ def test_other_names_are_refused(name: str) -> None:
     goes_on(model, optimizer, twin, other)
 
 
+@pytest.mark.parametrize("compiled", [(True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_a_model_that_is_compiled_now_or_was_then(compiled: tuple[bool, bool], part: bool) -> None:
+    """It is the same model, though torch gives it other names."""
+    models, optimizers = [], []
+    for is_compiled, order in zip(compiled, ("abc", "bca"), strict=True):
+        model = inner = Net(order)
+        if is_compiled and part:
+            model.b = torch.compile(model.b, backend="eager")
+        elif is_compiled:
+            model = torch.compile(model, backend="eager")
+        optimizers.append(KBFGS(model, lr=0.05))
+        models.append(inner)
+    with torch.compiler.set_stance("force_eager"):
+        train(models[0], optimizers[0])
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    found = [{name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()} for model in models]
+    for name, p in found[0].items():
+        one, other = optimizers[0].state[p], optimizers[1].state[found[1][name]]
+        assert one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+    names = optimizers[1].param_groups[0]["param_names"]
+    assert any("_orig_mod" in name for name in names) == compiled[1]
+
+
 def test_without_names_the_order_counts() -> None:
     """As in torch: nobody gave any names when the state was saved, or names that are no model's."""
     model, optimizer = trained("KBFGS", lambda model: [*model.parameters()])
@@ -151,6 +175,15 @@ def test_without_names_the_order_counts() -> None:
     goes_on(model, optimizer, twin, other)
     _, optimizer = trained("KBFGS", lambda model: [(f"mine {i}", p) for i, p in enumerate(model.parameters())])
     other.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("given", [{}, {"model": {}, "optimizer": {}}, {"state": {}}])
+def test_what_is_no_state(given: dict[str, Any]) -> None:
+    _, optimizer = trained("KBFGS")
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"no state of an optimizer.* it has (none|model, optimizer|state)\."):
+        optimizer.load_state_dict(given)
+    assert unchanged(optimizer, before)
 
 
 # ------------------------------------------------------------------ torch's hooks

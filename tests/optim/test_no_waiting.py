@@ -13,7 +13,7 @@ from kfqn_ext.linalg import kronecker
 from kfqn_ext.optim import Minibatch
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import snapshot
-from tests.optim.family import FAMILY, OPTIONS, varied
+from tests.optim.family import FAMILY, OPTIONS, classes, varied
 
 each = pytest.mark.parametrize(("name", "option"), varied("weight decay"))
 
@@ -81,6 +81,28 @@ def test_a_step_reads_nothing_back(name: str, option: str) -> None:
     for k in range(8):
         optimizer.step(batch(model, k))
     assert reads(optimizer, model, range(8, 14)) == []
+
+
+@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05), lambda k: 0.1 / k], ids=["number", "tensor", "function"])
+@pytest.mark.parametrize("name", classes())
+def test_weights_and_biases_in_two_groups(name: str, lr: Any) -> None:
+    """Whether both have one rate is seen without reading it, also after loading."""
+    model = net()
+
+    def build() -> Any:
+        parts = [[p for p in model.parameters() if (p.ndim > 1) is matrices] for matrices in (True, False)]
+        groups = [{"params": part, "weight_decay": 0.1 / i} for i, part in enumerate(parts, start=1)]
+        return FAMILY[name].make(model, params=groups, lr=lr, damping=0.5, T=2)
+
+    optimizer = build()
+    for k in range(8):
+        optimizer.step(batch(model, k))
+    assert reads(optimizer, model, range(8, 12)) == []
+    other = build()
+    other.load_state_dict(optimizer.state_dict())
+    for k in range(12, 20):  # it looks for normalizations
+        other.step(batch(model, k))
+    assert reads(other, model, range(20, 24)) == []
 
 
 @each

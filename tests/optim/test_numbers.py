@@ -128,7 +128,7 @@ def test_given_otherwise(name: str, kind: str, how: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "torch"])
 @pytest.mark.parametrize(
     ("name", "option"),
-    [(name, option) for option in OPTIONS for name in rows(lambda member: True) if FAMILY[name].takes(option)],
+    [(name, option) for option in OPTIONS for name in classes() if FAMILY[name].takes(option)],
 )
 def test_options(name: str, option: str, kind: str) -> None:
     model, twin = net(), net()

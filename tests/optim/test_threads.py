@@ -206,6 +206,63 @@ def test_contexts_in_contexts_add_up() -> None:
     assert not a(torch.rand(2, 4)).requires_grad
 
 
+def halves(steps: Callable[[Any, Any, Any, Tensor, Tensor], None]) -> Any:
+    """Two optimizers of one model, with a part of its layers each."""
+    model = net(0, lambda *_: None)
+    parts = [model.layers[:1], model.layers[1:]]
+    two = [FAMILY["KBFGS"].make(model, lr=0.05, damping=0.5, params=list(part.parameters())) for part in parts]
+    for k in range(3):
+        steps(model, *two, *batch(k))
+    return [left(model, optimizer) for optimizer in two]
+
+
+def in_turn(model: Any, a: Any, b: Any, x: Tensor, y: Tensor) -> None:
+    model.zero_grad()
+    with a.first_pass(), b.first_pass():
+        F.cross_entropy(model(x), y).backward()
+    a.step()
+    b.step()
+    for optimizer in (a, b):
+        with optimizer.second_pass():
+            F.cross_entropy(model(x), y).backward()
+
+
+def at_once(model: Any, a: Any, b: Any, x: Tensor, y: Tensor) -> None:
+    model.zero_grad()
+    with a.first_pass(), b.first_pass():
+        F.cross_entropy(model(x), y).backward()
+    a.step()
+    b.step()
+    with a.second_pass(), b.second_pass():
+        F.cross_entropy(model(x), y).backward()
+
+
+def test_two_optimizers_measure_one_second_pass() -> None:
+    assert_identical(halves(at_once), halves(in_turn))
+
+
+def test_a_second_pass_within_another_optimizer_s_first_is_none_of_its() -> None:
+    def inside(model: Any, a: Any, b: Any, x: Tensor, y: Tensor) -> None:
+        with b.first_pass():
+            a.step(Minibatch(model, F.cross_entropy, x, y))
+        b.step()
+        with b.second_pass():
+            F.cross_entropy(model(x), y).backward()
+
+    def apart(model: Any, a: Any, b: Any, x: Tensor, y: Tensor) -> None:
+        model.zero_grad()
+        with a.first_pass(), b.first_pass():
+            F.cross_entropy(model(x), y).backward()
+        a.step()
+        with a.second_pass():
+            F.cross_entropy(model(x), y).backward()
+        b.step()
+        with b.second_pass():
+            F.cross_entropy(model(x), y).backward()
+
+    assert_identical(halves(inside), halves(apart))
+
+
 def test_the_user_s_extensions_see_the_first_pass_and_not_the_second() -> None:
     model = net(0, lambda *_: None)
     optimizer = make("KBFGS", model)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kfqn_ext.extensions import KBFGSQuantities, KFACFactors, extend
-from kfqn_ext.optim import KBFGS, OnePassKBFGS
+from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
 from tests import reference as ref
 from tests.cases import assert_close
 from tests.optim import test_passes_aside as aside
@@ -119,6 +119,27 @@ def functional_call_with_other_weights() -> None:
 
     named(noisy)
     named(adapted, how_many=3)
+
+
+def settings_that_change_between_calls() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv1d(1, 2, 3), nn.Linear(10, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            total = 0.0
+            for d in (1, 2):
+                self.conv.dilation = self.conv.padding = (d,)
+                total = total + self.conv(x.unsqueeze(1))
+            return self.head(total.tanh().flatten(1))
+
+    for build in (KBFGS, OnePassKBFGS):
+        model = Net().double()
+        optimizer = build(model)
+        with pytest.warns(UserWarning, match=r"Layer conv has .* but was not measured \(.* other weights or settings"):
+            optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
+        assert "H_A" not in optimizer.state[model.conv.weight] and "H_A" in optimizer.state[model.head.weight]
 
 
 def weights_changed_before_the_backward_pass() -> None:

@@ -13,7 +13,7 @@ A row says what a user's model or script does, what then happens, and why. ``che
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.real import calls, drop_in, loops, memory, models, processes, state, trainers
+from tests.real import calls, drop_in, loops, memory, models, parameters, processes, state, trainers
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ ROWS: list[Row] = [
         ("hooks that change outputs", W, "before or after `extend`, prepended or not: the layer's own output is watched before they run", calls.hooks_that_change_outputs),
         ("hooks that change inputs or gradients", W, "what the layer multiplied, and the gradient that entered it", calls.hooks_that_change_inputs_or_gradients),
         ("global forward hooks", M, "they run before all others: a warning names each layer; register hooks on modules", calls.global_forward_hooks),
+        ("settings that change between calls", M, "one convolution at several dilations: a warning names the layer", calls.settings_that_change_between_calls),
         ("functional_call with other weights", M, "weight noise, MAML: the gradient is not the layer's own; a warning names each layer. With the model's own parameters it works", calls.functional_call_with_other_weights),
         ("tied weights", M, "the gradient is a sum over several layers, no layer's own", models.tied_weights),
         ("head tied to an embedding", M, "as tied weights; the other layers are preconditioned", models.embedding_tied_to_the_head),
@@ -83,6 +84,9 @@ ROWS: list[Row] = [
         ("DataParallel", R, "copies of the layers live for one forward pass", models.data_parallel),
         ("DataParallel around a model in use", R, "the copy says so in the forward pass", models.replicas_of_data_parallel),
         ("no layer at all", R, "use a `torch.optim` optimizer, or register the kind", models.no_layer_at_all),
+        ("several inputs", W, "`Minibatch`: a tuple or list is `model(*x)`, a mapping `model(**x)`, a single one of these `(x,)`", parameters.several_inputs),
+        ("nested tensors", R, "their data differ in the number of locations: pad them. The model runs as before", parameters.nested_tensors),
+        ("complex parameters", M, "moved as their real and imaginary parts", parameters.complex_parameters),
         *((f"torchvision {name}", W, "as its code is; see the table below", models.torchvision_family(name)) for name in models.SMALL),
     ),
     *_rows(
@@ -118,7 +122,9 @@ ROWS: list[Row] = [
         ("learning-rate schedulers", W, "every kind that torch has", loops.schedulers),
         ("SWA, EMA, deepcopy of a model", W, "copies carry working hooks", loops.model_copies),
         ("parameter groups", W, "lr, damping, T, weight decay; weight and bias of a layer may be in two groups that differ in the decay alone", loops.groups),
+        ("no decay of biases", W, "groups by `p.ndim` or by name, as trainers build them", parameters.decay_of_weights_alone),
         ("unfreezing", W, "`add_param_group`", loops.unfreezing),
+        ("a head that is replaced", W, "`add_param_group`; the old one is left where it is", parameters.replaced_head),
         ("set_to_none", W, "both ways", loops.set_to_none),
         ("closure or phases", W, "bit for bit the same", loops.closure_and_phases_agree),
         ("torch.compile after", W, "graph breaks at the layers; build the optimizer first", loops.compiled_after),
@@ -130,6 +136,9 @@ ROWS: list[Row] = [
         "state",
         ("save, load, resume", W, "every optimizer, bit for bit", state.every_optimizer_resumes),
         ("bfloat16 parameters", W, "H stays float32", state.bfloat16_parameters),
+        ("parameters in another order", W, "found by their names, where these were saved", parameters.another_order),
+        ("hooks of loading", W, "torch's; names that differ are refused, and a hook can rename them", parameters.loading_hooks),
+        ("load_state_dict(assign=True) of the model", R, "the optimizer still has the old parameters: load before it is built", parameters.assigned_parameters),
         ("loading twice", W, "loaded state is a copy", state.loaded_twice),
         ("schedulers built before or after", W, "rates are read from the groups at each step", state.around_schedulers),
         ("older layouts", R, "by version", state.older_layout),

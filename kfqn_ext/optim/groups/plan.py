@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfqn_ext.errors import UnsupportedLayerError
+from kfqn_ext.errors import UnsupportedLayerError, listed
 from kfqn_ext.geometry import LayerGeometry, geometry_of, is_layer, refusal
 
 
@@ -103,12 +103,11 @@ class Plan:
         new = {p: self.places[p][0]._parameters.get(self.places[p][1]) for p in moved}
         replaced = [self.names[p] for p, q in new.items() if q is not None and q.requires_grad and q not in self.names]
         if replaced:
-            others = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
             raise RuntimeError(
-                f"The model has new parameters in the places of {', '.join(replaced[:3])}{others}, as after "
-                "load_state_dict(..., assign=True). Their gradients do not reach the optimizer, which still has the "
-                "old ones. Load before the optimizer is built, or without assign=True; parameters that are new on "
-                "purpose are added by add_param_group."
+                f"The model has new parameters in the places of {listed(replaced)}, as after load_state_dict(..., "
+                "assign=True). Their gradients do not reach the optimizer, which still has the old ones. Load before "
+                "the optimizer is built, or without assign=True; parameters that are new on purpose are added by "
+                "add_param_group."
             )
 
 
@@ -152,7 +151,7 @@ def make_plan(model: nn.Module, group_of: dict[Tensor, int], before: Mapping[Ten
     named = {p: gone[p] if p in gone else names[p] for p in group_of}
     treatments = tuple(_treatment(name, p, layers, covered, group_of, reasons, model) for p, name in named.items())
     if not layers:
-        found = "; ".join(f"{names[p]}: {reason}" for p, reason in reasons.items()) or "no Linear or Conv layer"
+        found = "; ".join(f"{(names | gone)[p]}: {why}" for p, why in reasons.items()) or "no Linear or Conv layer"
         raise UnsupportedLayerError(
             f"{type(model).__name__} has no layer with a Kronecker block ({found}). "
             "Use a torch.optim optimizer, or register your kind of layer with kfqn_ext.geometry.register."

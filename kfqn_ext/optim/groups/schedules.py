@@ -4,11 +4,11 @@ A group holds numbers only, so that it can be saved and loaded; the functions st
 a group keeps what its schedules last wrote: who sets another value has taken over, for good and also after loading.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kfqn_ext.optim.groups.hyperparameters import UPDATE_FREQS
-from kfqn_ext.optim.groups.validation import check_group
+from kfqn_ext.optim.groups.validation import check_group, check_split, settle
 from kfqn_ext.optim.numbers import number
 
 Schedule = Callable[[int], Any]
@@ -66,17 +66,36 @@ def take_schedules(group: dict[str, Any], step: int) -> dict[str, Schedule]:
     return found
 
 
-def apply_schedules(group: dict[str, Any], schedules: dict[str, Schedule]) -> None:
-    """Set a group's scheduled values for the step that begins, except those that somebody else has set meanwhile.
+def apply_schedules(
+    groups: Sequence[dict[str, Any]], schedules: Sequence[dict[str, Schedule]], split: Mapping[tuple[int, int], Any]
+) -> None:
+    """Set all groups' values for the step that begins, except those that somebody else has set meanwhile.
+
+    Args:
+        groups: All groups.
+        schedules: The functions of each.
+        split: Names of layers with weight and bias in two groups, by the indices of these.
 
     Raises:
-        ValueError: If a schedule has left the range of its hyperparameter; the group keeps its values.
+        ValueError: If a schedule has left the range of its hyperparameter, or weight and bias of a layer have no common
+            step any more; the groups keep their values.
     """
+    for group in groups:
+        settle(group)
+    values = [_values(group, functions) for group, functions in zip(groups, schedules, strict=True)]
+    check_split([{**group, **new} if new else group for group, new in zip(groups, values, strict=True)], split)
+    for group, functions, new in zip(groups, schedules, values, strict=True):
+        if functions:
+            _write(group, new, dict.fromkeys(functions))
+
+
+def _values(group: dict[str, Any], schedules: dict[str, Schedule]) -> dict[str, Any]:
+    """What a group's functions say about the step that begins."""
+    step = group["step"] + 1
+    values = {key: number(schedules[key](step)) for key in schedules if _is_followed(group, key)}
     if schedules:
-        step = group["step"] + 1
-        values = {key: number(schedule(step)) for key, schedule in schedules.items() if _is_followed(group, key)}
         check_group({**group, **values})
-        _write(group, values, dict.fromkeys(schedules))
+    return values
 
 
 def followed(group: dict[str, Any], schedules: dict[str, Schedule]) -> set[str]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfqn_ext.errors import listed
 from kfqn_ext.optim.groups.hyperparameters import UPDATE_FREQS
 from kfqn_ext.optim.numbers import integer, is_count, number
 
@@ -94,7 +95,7 @@ def check_split(groups: Sequence[dict[str, Any]], split: Mapping[tuple[int, int]
             one, other = groups[i].get(key), groups[j].get(key)
             if not _alike(one, other):
                 raise ValueError(
-                    f"Weight and bias of {', '.join(layers)} are one matrix W = [weight, bias] with one step, but "
+                    f"Weight and bias of {listed(layers)} are one matrix W = [weight, bias] with one step, but "
                     f"their groups {i} and {j} have the {key} {one} and {other}. Only weight_decay may differ between "
                     f"the two. Give both groups one {key}, or put weight and bias into one group."
                 )

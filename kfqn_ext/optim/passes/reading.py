@@ -7,6 +7,7 @@ from kfqn_ext.geometry import fraction_size, geometry_of
 
 # A sum in another order is off by rounding; means over other data are off by far more.
 _SAME = 1e-4
+_CALLS = 8  # so many inputs of a layer tell enough
 _TRUE = torch.ones((), dtype=torch.bool, device="cpu")
 
 
@@ -20,15 +21,16 @@ class Reading:
     Attributes:
         called: Whether a layer was called at all.
         rows: Along dimension 0 of the layers' inputs, how many there were.
-        mean: Mean of the first layer's input over its first data, shaped like one; None where nothing is known.
     """
 
     def __init__(self, fraction: float) -> None:
         """Take notes on a fraction of the data, the first ones."""
         self.called = False
         self.rows: set[int] = set()
-        self.mean: Tensor | None = None
-        self._fraction, self._size = fraction, 0
+        self._fraction = fraction
+        self._first: nn.Module | None = None  # the layer that was called first, where its inputs tell
+        self._means: list[Tensor] = []  # of its inputs over their first data, each shaped like one and flat
+        self._shapes: set[torch.Size] = set()
 
     def __call__(self, module: nn.Module, x: Tensor | None) -> None:
         """Take note of a call of a layer."""
@@ -38,15 +40,21 @@ class Reading:
             return
         batch = geometry.as_batch(x)
         self.rows.add(len(batch))
-        if first and len(batch) > 0 and torch.is_grad_enabled() and not x.requires_grad:
-            part = batch[: fraction_size(len(batch), self._fraction)]
-            self._size, self.mean = len(part), part.to(torch.promote_types(part.dtype, torch.float32)).mean(0)
+        tells = len(batch) > 0 and torch.is_grad_enabled() and not x.requires_grad
+        if first and tells:
+            self._first = module
+        if module is self._first and tells and len(self._means) < _CALLS:
+            part = batch.detach()[: fraction_size(len(batch), self._fraction)]
+            self._shapes.add(part.shape)
+            self._means.append(part.to(torch.promote_types(part.dtype, torch.float32)).mean(0).flatten())
 
     def agrees_with(self, other: "Reading") -> Tensor:
-        """Whether both passes read the same data, bool [], for all that is known; numbers of data are not compared."""
-        if self.mean is None or other.mean is None or self._size != other._size:
+        """Whether some of the data is the same in both passes, bool [], or nothing tells; counts are not compared.
+
+        One of the passes may have had calls beside those that count, as for a log.
+        """
+        if self._first is None or self._first is not other._first or len(self._shapes | other._shapes) > 1:
             return _TRUE
-        if self.mean.shape != other.mean.shape:
-            return ~_TRUE
-        apart = (self.mean - other.mean).abs().amax()
-        return ~(apart > _SAME * torch.maximum(self.mean.abs().amax(), other.mean.abs().amax()))
+        one, two = (torch.stack(reading._means) for reading in (self, other))
+        apart = (one[:, None] - two).abs().amax(-1)
+        return ~(apart > _SAME * torch.maximum(one.abs().amax(), two.abs().amax())).all()

@@ -11,6 +11,7 @@ from kfqn_ext.linalg import full_precision
 from kfqn_ext.linalg.splits import Balance
 from kfqn_ext.optim.groups.plan import Block, Layer, working_dtype
 from kfqn_ext.optim.inverses import Measured, Seen, State
+from kfqn_ext.optim.numbers import as_real
 from kfqn_ext.optim.recipe import Recipe
 
 _TRACES = ("trace_A", "trace_G")
@@ -74,7 +75,7 @@ def start_empty(block: Block, recipe: Recipe) -> None:
 def empty_other(p: Tensor, recipe: Recipe) -> State:
     """The same for a parameter without a block."""
     state = {"momentum": torch.zeros_like(p, dtype=working_dtype(p))}
-    recipe.others.start(state, state["momentum"])
+    recipe.others.start(state, as_real(state["momentum"]))
     return state
 
 

@@ -1,12 +1,14 @@
 """State that was saved: does it fit this model and this optimizer, and in which dtype and where is it kept?"""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from kfqn_ext._torch import uncompiled_name
+from kfqn_ext.errors import listed
 from kfqn_ext.optim.groups.plan import Block, Plan, working_dtype
 from kfqn_ext.optim.inverses import State
 from kfqn_ext.optim.preconditioner import block as blocks
@@ -29,7 +31,16 @@ def layout(recipe: Recipe) -> str:
 
 
 def migrated(state_dict: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dictionary of an earlier version in the words of this one; others as they are. Nothing is changed."""
+    """A state dictionary of an earlier version in the words of this one; others as they are. Nothing is changed.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"This is no state of an optimizer, which has 'state' and 'param_groups': it has {listed([*state_dict])}. "
+            "Of a checkpoint, give the part that optimizer.state_dict() returned."
+        )
     groups = [_migrated_group(group, defaults) for group in state_dict["param_groups"]]
     state = {
         key: {_RENAMED_KEYS.get(name, name): value for name, value in saved.items()}
@@ -70,18 +81,18 @@ def in_order(
         ValueError: If its parameters have other names than the optimizer's, or are grouped otherwise.
     """
     saved = state_dict["param_groups"]
-    saved_names = [group.get("param_names", []) for group in saved]
+    saved_names = [[uncompiled_name(name) for name in group.get("param_names", [])] for group in saved]
     if any(len(found) != len(group["params"]) for found, group in zip(saved_names, saved, strict=True)):
         return dict(state_dict)  # without names, or somebody has changed one of the two
     own_names = [group.get("param_names", [names[p] for p in group["params"]]) for group in groups]
     given = all("param_names" in group for group in groups)
-    order = _order(saved_names, own_names, given)
+    order = _order(saved_names, [[uncompiled_name(name) for name in own] for own in own_names], given)
     if order is None:
         return dict(state_dict)
     ordered = []
     for i, own in zip(order, own_names, strict=True):
         ids = dict(zip(saved_names[i], saved[i]["params"], strict=True))
-        ordered.append({**saved[i], "params": [ids[name] for name in own], "param_names": list(own)})
+        ordered.append({**saved[i], "params": [ids[uncompiled_name(name)] for name in own], "param_names": list(own)})
     return {**state_dict, "param_groups": ordered}
 
 
@@ -99,7 +110,7 @@ def _order(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]], given: 
     if {*before} != {*now}:
         if not given:
             return None
-        lacking, more = _listed({*now} - {*before}), _listed({*before} - {*now})
+        lacking, more = (listed(sorted(names)) for names in ({*now} - {*before}, {*before} - {*now}))
         raise ValueError(
             f"This state is not that of these parameter groups: of their parameters it lacks {lacking}, and it has "
             f"{more} beside them. Build model and optimizer as they were built when the state was saved. Where names "
@@ -111,16 +122,11 @@ def _order(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]], given: 
     for group, i in zip(own, found, strict=True):
         if i is None:
             raise ValueError(
-                f"This state has its parameters in other groups: {_listed({*group})} make one here. Build the "
+                f"This state has its parameters in other groups: {listed(sorted(group))} make one here. Build the "
                 "optimizer with the groups that it had when the state was saved, or delete 'param_names' of the "
                 "state's param_groups to load by order."
             )
     return [i for i in found if i is not None]
-
-
-def _listed(names: Collection[str], most: int = 3) -> str:
-    shown = ", ".join(sorted(names)[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"
 
 
 def check_layout(state_dict: Mapping[str, Any], recipe: Recipe, name: str) -> None:
@@ -180,7 +186,11 @@ def fitted(saved: Mapping[str, Any], p: Tensor) -> State:
 def _fitted(key: str, value: Tensor, p: Tensor) -> Tensor:
     if key == "num_locations":  # a number of the host
         return value.to("cpu", copy=True)
-    dtype = working_dtype(p) if value.is_floating_point() else value.dtype
+    dtype = value.dtype
+    if value.is_complex():
+        dtype = working_dtype(p)
+    elif value.is_floating_point():  # also of a complex parameter
+        dtype = working_dtype(p).to_real()
     return value.to(p.device, dtype, copy=True)
 
 
