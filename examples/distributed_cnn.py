@@ -1,0 +1,101 @@
+"""Train a small CNN on scikit-learn's digits in several processes, each with a share of every minibatch.
+
+    torchrun --standalone --nproc-per-node 2 examples/distributed_cnn.py [--optimizer kbfgs] [--epochs 5]
+        [--checkpoint runs/digits.pt]
+
+A checkpoint that is there is resumed, on any number of processes; it is that of one process, too.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
+
+OPTIMIZERS = {"onepass": OnePassKBFGS, "kbfgs": KBFGS}
+
+
+def digits() -> tuple[TensorDataset, tuple[Tensor, Tensor]]:
+    """Training data, and test data."""
+    X, y = load_digits(return_X_y=True)
+    images, labels = torch.tensor(X / 16, dtype=torch.float32).reshape(-1, 1, 8, 8), torch.tensor(y)
+    return TensorDataset(images[:1500], labels[:1500]), (images[1500:], labels[1500:])
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+def train(args: argparse.Namespace) -> float:
+    """Train, and return the accuracy on test data."""
+    cuda = torch.cuda.is_available()
+    distributed.init_process_group("nccl" if cuda else "gloo")
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    data, (x_test, y_test) = digits()
+    torch.manual_seed(0)  # one network on all ranks
+    inner = cnn().to(device)
+    model = DistributedDataParallel(inner)
+    optimizer = OPTIMIZERS[args.optimizer](model)
+    first = load(args.checkpoint, inner, optimizer)
+    torch.manual_seed(1 + rank)  # and random numbers of each rank's own
+
+    sampler: DistributedSampler[Any] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=args.batch_size // size, sampler=sampler, drop_last=True)
+    accuracy = 0.0
+    for epoch in range(first, args.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            x, y = x.to(device), y.to(device)
+            if args.optimizer == "onepass":
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                optimizer.step(Minibatch(model, F.cross_entropy, x, y))
+        with torch.no_grad():
+            accuracy = float((inner(x_test.to(device)).argmax(1).cpu() == y_test).float().mean())
+        if rank == 0:
+            print(f"epoch {epoch + 1}  test accuracy {accuracy:.2%}  {size} process(es)", flush=True)
+            save(args.checkpoint, inner, optimizer, epoch + 1)
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return accuracy
+
+
+def save(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
+    """All ranks hold the same, so one of them saves; a file that is half written is never in the other's place."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(".new")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, new)
+        new.replace(path)
+
+
+def load(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The epoch to go on with."""
+    if path is None or not path.exists():
+        return 0
+    saved = torch.load(path, weights_only=True, map_location="cpu")
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return int(saved["epoch"])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="onepass")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=100, help="of all processes together")
+    parser.add_argument("--checkpoint", type=Path, help="file that is resumed where it is there, and written")
+    train(parser.parse_args())
