@@ -1,4 +1,4 @@
-"""Two processes: quantities under DistributedDataParallel, averaged, are the whole batch's; the optimizer refuses.
+"""Two processes: quantities under DistributedDataParallel, averaged, are the whole batch's; an optimizer trains as one.
 
 Run as a script with a rank and a file to meet at, it is one of the processes.
 """
@@ -70,9 +70,15 @@ def process(rank: int, meeting: str) -> None:
             # A pass that is not to be reduced: under no_sync, and the next reduced step is as before.
             with ddp.no_sync(), backpack(KBFGSQuantities()):
                 F.cross_entropy(ddp(x[shard]), y[shard]).backward()
-    optimizer = KBFGS(net())
-    with pytest.raises(NotImplementedError, match=r"KBFGS in 2 processes.*copies of the model would drift apart"):
-        optimizer.step(Minibatch(optimizer._model, F.cross_entropy, x, y))
+    alone = KBFGS(net())
+    with pytest.raises(RuntimeError, match=r"KBFGS in 2 processes.*KBFGS\(DistributedDataParallel\(model\)\)"):
+        alone.step(Minibatch(alone._model, F.cross_entropy, x, y))
+    model = DistributedDataParallel(net())
+    optimizer = KBFGS(model)
+    for _ in range(3):
+        optimizer.step(Minibatch(model, F.cross_entropy, x[shard], y[shard]))
+    for p in model.parameters():
+        assert torch.equal(averaged(p.detach()), p)
     distributed.barrier()
     distributed.destroy_process_group()
 

@@ -167,7 +167,7 @@ ROWS: list[Row] = [
     ),
     *_rows(
         "processes",
-        ("DistributedDataParallel", R, "quantities work: local, and averaged over equal shards equal to the whole batch's; an optimizer in several processes refuses its first step, for its copies would drift apart", processes.two_processes),
+        ("DistributedDataParallel", W, "`KBFGS(DistributedDataParallel(model))`: the steps of one process with all data, and its state; see [processes.md](processes.md). Quantities are local, to be averaged by `num_data`", processes.two_processes),
     ),
     *_rows(
         "trainers",
