@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kfqn_ext.geometry.conv import ConvGeometry
+from kfqn_ext.geometry.linear import LinearGeometry
 from kfqn_ext.optim import Minibatch
 from kfqn_ext.optim.preconditioner import block as blocks
 from tests.operations import Operations
@@ -100,3 +102,21 @@ def test_operations_of_a_layer_that_learns_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(blocks, "kin", lambda layer: layer)
     few, many = learning_operations(2, "KBFGS"), learning_operations(12, "KBFGS")
     assert many - few == 10 * 269
+
+
+@pytest.mark.parametrize("name", rows(lambda member: member.pairs_A))
+def test_limited_memory_forms_no_A(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at its start, which needs the number of locations alone, nor in a warm start."""
+
+    def refuse(*given: Any) -> None:
+        raise AssertionError("a matrix was formed")
+
+    for geometry in (LinearGeometry, ConvGeometry):
+        monkeypatch.setattr(geometry, "gram", refuse)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 3))
+    optimizer = FAMILY[name].make(model, lr=0.1, damping=1.0)
+    x = torch.randn(8, 2, 5, 5)
+    optimizer.warm_start([x], progress=False)
+    for _ in range(2):
+        optimizer.step(Minibatch(model, F.cross_entropy, x, torch.arange(8) % 3))
+    assert optimizer.state[model[3].weight]["pairs_seen_A"][0] > 0

@@ -34,7 +34,9 @@ def _action(rule: InputInverse, state: State, measured: Measured) -> tuple[Tenso
     """(s, A s) of one layer; the pass that made its first H_A has formed A instead of probing."""
     moments = measured[InputQuantities]
     if moments.s is not None and moments.A_s is not None:
-        return moments.s, moments.A_s
+        # In a layer's first pass limited memory looks along ā itself, before its H_A = γI is known.
+        gamma = state["gamma_A"].unsqueeze(-1) if moments.s is moments.a_bar else None
+        return (moments.s, moments.A_s) if gamma is None else (gamma * moments.s, gamma * moments.A_s)
     s = rule.precondition(state, moments.a_bar.unsqueeze(-2)).squeeze(-2)
     return s, moments.A @ s if measured.A is None else times(measured.A, s)
 
@@ -157,6 +159,7 @@ class HessianActionLBFGS(InputInverse):
         object.__setattr__(self, "history_size", checked_history_size(self.history_size))
 
     first: ClassVar[Kinds] = (InputQuantities,)
+    starts_from: ClassVar[Kinds] = (InputQuantities,)  # of which it needs |T| alone: A is not formed
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         start_pairs(state, "A", like, self.history_size, 1.0 / damping)
@@ -164,7 +167,7 @@ class HessianActionLBFGS(InputInverse):
         state["leverage"] = torch.zeros_like(damping)
 
     def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
-        return times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else None
+        return times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else a_bar
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
         kept = update_pairs(states, "A", *_actions(self, states, seen, damping), 1.0 / damping)

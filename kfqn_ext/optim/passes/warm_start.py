@@ -11,8 +11,16 @@ from tqdm import tqdm
 
 from kfqn_ext._torch import map_leaves
 from kfqn_ext.calling import call
-from kfqn_ext.extensions import Gram, InputGram, averaged, input_gradients_only, measuring
-from kfqn_ext.geometry import layer_input
+from kfqn_ext.extensions import (
+    Gram,
+    InputGram,
+    InputMoments,
+    InputQuantities,
+    averaged,
+    input_gradients_only,
+    measuring,
+)
+from kfqn_ext.geometry import LayerGeometry, layer_input
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses import Measured
@@ -21,6 +29,12 @@ from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
 from kfqn_ext.optim.passes.replay import cuda_devices
 from kfqn_ext.optim.passes.snapshot import left_as_it_was
 from kfqn_ext.optim.recipe import Recipe, SecondPass
+
+_OF_INPUTS: dict[Kind, Callable[[LayerGeometry, Tensor, dict[str, Any]], Any]] = {
+    InputGram: lambda geometry, x, counts: Gram(A=geometry.gram(x), **counts),
+    InputQuantities: lambda geometry, x, counts: InputMoments(a_bar=geometry.mean_patch(x), **counts),
+}
+"""What a layer's input tells, by the extension that would measure it."""
 
 
 def measure_data(
@@ -51,14 +65,16 @@ def measure_data(
         ValueError: If there is no batch, or ``forward`` is needed and missing.
     """
     kinds = recipe.starts_from
-    inputs_suffice = kinds <= {InputGram}
+    inputs_suffice = kinds <= _OF_INPUTS.keys()
     run = forward or partial(_run, model, layers[0].weight.device, None if inputs_suffice else recipe.second_pass)
     averages: dict[nn.Module, dict[Kind, Any]] = {}
     count = 0
     with left_as_it_was(model), torch.random.fork_rng(devices=cuda_devices(model)):
         for batch in tqdm(loader, desc="warm start", disable=not progress, leave=False):
-            seen = _inputs(layers, run, batch) if inputs_suffice else _pass(model, layers, kinds, reduction, run, batch)
-            _add(averages, seen)
+            if inputs_suffice:
+                _add(averages, _inputs(layers, kinds, run, batch))
+            else:
+                _add(averages, _pass(model, layers, kinds, reduction, run, batch))
             count += 1
     if count == 0:
         raise ValueError(
@@ -109,8 +125,10 @@ def _pass(
     return measurement.quantities()
 
 
-def _inputs(layers: Sequence[Layer], run: Callable[[Any], Any], batch: Any) -> dict[nn.Module, dict[Kind, Any]]:
-    """A of one batch: the layers' inputs suffice, so no backward pass."""
+def _inputs(
+    layers: Sequence[Layer], kinds: Iterable[Kind], run: Callable[[Any], Any], batch: Any
+) -> dict[nn.Module, dict[Kind, Any]]:
+    """What is known of one batch without a backward pass: the layers' inputs suffice."""
     found: dict[nn.Module, dict[Kind, Any]] = {}
 
     def watch(layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
@@ -121,8 +139,9 @@ def _inputs(layers: Sequence[Layer], run: Callable[[Any], Any], batch: Any) -> d
         x = x.to(torch.promote_types(layer.weight.dtype, torch.float32))
         with full_precision():
             locations = geometry.num_locations(geometry.as_batch(output))
-            gram = Gram(A=geometry.gram(x), num_data=x.shape[0], num_locations=locations)
-        _add(found, {module: {InputGram: gram}})
+            counts = {"num_data": x.shape[0], "num_locations": locations}
+            seen = {kind: _OF_INPUTS[kind](geometry, x, counts) for kind in kinds}
+        _add(found, {module: seen})
 
     with ExitStack() as stack, torch.no_grad():
         for layer in layers:

@@ -6,7 +6,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from kfqn_ext.extensions import FactorTraces, KFACFactors, Traces
+from kfqn_ext.extensions import FactorTraces, InputMoments, KFACFactors, Traces
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.linalg.splits import Balance
 from kfqn_ext.optim.groups.plan import Block, Layer, working_dtype
@@ -38,7 +38,9 @@ def start(block: Block, recipe: Recipe, measured: Measured) -> bool:
 def _tensors(measured: Measured, recipe: Recipe) -> list[Tensor]:
     """Everything that the initial curvature is made from."""
     quantities = [q for q in (measured.get(kind) for kind in recipe.starts_from) if q is not None]
-    return [value for q in quantities for f in fields(q) if isinstance(value := getattr(q, f.name), Tensor)]
+    inputs = [q.a_bar for q in quantities if isinstance(q, InputMoments)]  # whatever their gradients are
+    others = [q for q in quantities if not isinstance(q, InputMoments)]
+    return inputs + [value for q in others for f in fields(q) if isinstance(value := getattr(q, f.name), Tensor)]
 
 
 def _make(block: Block, recipe: Recipe, measured: Measured) -> None:
