@@ -185,10 +185,13 @@ def test_a_layer_that_is_frozen_again_stays_as_it_is() -> None:
 
 
 def test_a_weight_that_was_replaced_is_not_listened_to() -> None:
-    """The optimizer does not know the new one; the bias is still its own."""
+    """The optimizer does not know the new one, and says so; a frozen one is nobody's business."""
     model = net()
     optimizer = OnePassKBFGS(model)
     old, model[6].weight = model[6].weight, nn.Parameter(model[6].weight.detach().clone())
+    with pytest.raises(RuntimeError, match="new parameters in the places of 6.weight"):
+        train(model, optimizer, range(1))
+    model[6].weight.requires_grad_(False)
     with pytest.warns(UserWarning, match="Layer 6 has a gradient but was not measured"):
         train(model, optimizer, range(1))
     assert "H_A" not in optimizer.state[old] and "H_A" in optimizer.state[model[3].weight]
