@@ -31,7 +31,7 @@ from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions.active import active, reaching
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.calls import CALL, Call
-from kfqn_ext.geometry import is_layer, layer_input
+from kfqn_ext.geometry import is_layer, layer_input, refuse_nested
 from kfqn_ext.linalg.precision import without_autocast
 
 _HANDLES = "_kfqn_hooks"
@@ -182,7 +182,7 @@ def _may_be_measured(module: nn.Module) -> bool:
 
 def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
     if output.is_nested:
-        output.register_hook(lambda g: _refuse_nested(module))  # type: ignore[no-untyped-call]
+        output.register_hook(lambda g: _check_nested(module))  # type: ignore[no-untyped-call]
         return
     shape, watched, base = output.shape, output, base_of(output)
     if base is not None and base.requires_grad:
@@ -210,15 +210,11 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
     watched.grad_fn.register_prehook(run)
 
 
-def _refuse_nested(module: nn.Module) -> None:
+def _check_nested(module: nn.Module) -> None:
     """Raise where a layer that is to be measured was given a nested tensor; else it is none of our business."""
     wanted = [ext for ext in _active(module) if not isinstance(ext, LayerExtension) or ext.wanted(module)]
     if wanted and not torch.is_grad_enabled():
-        raise UnsupportedLayerError(
-            f"The input of {module} is a nested tensor, whose data differ in their number of locations: it can't be "
-            "measured. Give the layer a padded one, layer(x.to_padded_tensor(0.0)), or leave its parameters to a "
-            "torch.optim optimizer."
-        )
+        refuse_nested(module)
 
 
 def _run_extensions(exts: Sequence[Any], module: nn.Module, call: Call, kept: list[Any], g: Tensor) -> None:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from kfqn_ext._torch import map_leaves
 from kfqn_ext.calling import call
 from kfqn_ext.extensions import Gram, InputGram, averaged, input_gradients_only, measuring
-from kfqn_ext.geometry import layer_input
+from kfqn_ext.geometry import layer_input, refuse_nested
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses import Measured
@@ -114,6 +114,8 @@ def _inputs(layers: Sequence[Layer], run: Callable[[Any], Any], batch: Any) -> d
     found: dict[nn.Module, dict[Kind, Any]] = {}
 
     def watch(layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        if output.is_nested:
+            refuse_nested(module)
         geometry = layer.geometry
         x = geometry.as_batch(layer_input(args, kwargs))
         if x.shape[0] == 0:
