@@ -90,6 +90,7 @@ def test_a_hook_that_changes_the_output(kind: str, prepend: bool, order: Any, ch
 
 
 @prepended
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which the compiler looks at
 def test_and_where_the_layer_is_compiled(prepend: bool) -> None:
     layer, x = layer_and_input("linear")
     extend(layer).register_forward_hook(lambda module, args, out: 10 * out, prepend=prepend)
