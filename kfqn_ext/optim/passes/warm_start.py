@@ -103,7 +103,8 @@ def _pass(
 ) -> dict[nn.Module, dict[Kind, Any]]:
     """What a forward and backward pass over one batch shows."""
     modules = [layer.module for layer in layers]
-    measurement = Measurement(dict.fromkeys(kinds, modules), reduction, Probes(A=lambda module, a_bar: None))
+    wanted, probes = dict.fromkeys(kinds, modules), Probes(A=lambda module, a_bar: None)
+    measurement = Measurement(wanted, reduction, probes, of_grad=True)
     with torch.enable_grad(), input_gradients_only(model), measuring(measurement.extensions, alone=True):
         run(batch)
     return measurement.quantities()
