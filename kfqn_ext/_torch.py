@@ -70,6 +70,25 @@ def is_traced() -> bool:
     return torch._C._is_tracing()
 
 
+# Whether ``torch.export`` is writing down what runs. Torch tells since 2.7.
+is_exported: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """A function that ``torch.compile`` leaves to Python, between two graphs; it imports torch's compiler.
+
+    Args:
+        function: The function.
+        reason: Why, for the message where there must be one graph; torch takes it since 2.7.
+    """
+    disable: Any = torch.compiler.disable
+    try:
+        disabled: Callable[..., Any] = disable(function, reason=reason)
+    except TypeError:
+        disabled = disable(function)
+    return disabled
+
+
 def is_batched(t: Tensor) -> bool:
     """Whether a tensor stands for many, inside ``torch.func.vmap`` or a backward pass with ``is_grads_batched=True``.
 

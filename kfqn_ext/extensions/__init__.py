@@ -4,7 +4,7 @@ from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.fisher_product import FisherProduct, FisherProducts, OutputProbe
 from kfqn_ext.extensions.gram import Gram, InputGram
 from kfqn_ext.extensions.gram_operator import GramOperator
-from kfqn_ext.extensions.hooks import extend, input_gradients_only, listen, unextend
+from kfqn_ext.extensions.hooks import extend, has_backpacks_hooks, input_gradients_only, listen, unextend
 from kfqn_ext.extensions.inputs import InputMoments, InputQuantities, Probe
 from kfqn_ext.extensions.kbfgs import KBFGSQuantities, LayerMoments
 from kfqn_ext.extensions.kfac import KFACFactors, KroneckerFactors
@@ -30,6 +30,7 @@ __all__ = [
     "Traces",
     "averaged",
     "extend",
+    "has_backpacks_hooks",
     "input_gradients_only",
     "listen",
     "pooled",

@@ -12,12 +12,21 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
-from backpack import disable
+from backpack import disable, hook_run_extensions, hook_store_io, memory_cleanup
 from backpack.context import CTX
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from kfqn_ext._torch import base_of, is_batched, is_replica, is_traced, is_transformed, keeps_graph
+from kfqn_ext._torch import (
+    base_of,
+    current_backward,
+    is_batched,
+    is_exported,
+    is_replica,
+    is_traced,
+    is_transformed,
+    keeps_graph,
+)
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.calls import CALL, Call
@@ -25,6 +34,7 @@ from kfqn_ext.geometry import is_layer, layer_input
 from kfqn_ext.linalg.precision import without_autocast
 
 _HANDLE = "_kfqn_hook"
+_BACKPACKS = "_backpack_extend"  # what BackPACK marks modules with
 _DATA_PARALLEL = (
     "nn.DataParallel runs copies of the layers, which live for one forward pass: what is measured on them is lost. "
     "Use one device, or one process for each device and reduce the quantities among them."
@@ -38,8 +48,8 @@ def extend(model: nn.Module) -> nn.Module:
 
     Unlike ``backpack.extend`` it changes nothing in what the model computes and allows in-place operations on the
     layers' outputs; only first-order extensions can run. Calling it again attaches what is new and nothing twice.
-    Extend before ``torch.compile``, and :func:`unextend` before ``torch.jit.script``. Backward passes with
-    ``create_graph=True`` are parts of a computation that goes on, and no extension runs in them.
+    Extend before ``torch.compile``; :func:`unextend` before ``torch.jit.script`` and ``fullgraph=True``. Backward
+    passes with ``create_graph=True`` are parts of a computation that goes on, and no extension runs in them.
 
     Args:
         model: Any module. It is modified and returned.
@@ -60,7 +70,7 @@ def extend(model: nn.Module) -> nn.Module:
 
 
 def unextend(model: nn.Module) -> nn.Module:
-    """Undo :func:`extend`.
+    """Undo :func:`extend`, and BackPACK's own.
 
     Args:
         model: Any module. It is modified and returned.
@@ -73,7 +83,18 @@ def unextend(model: nn.Module) -> nn.Module:
         if handle is not None:
             handle.remove()
             object.__delattr__(module, _HANDLE)
+        if has_backpacks_hooks(module):
+            for hooks in (module._forward_hooks, module._backward_hooks):
+                for number in [k for k, hook in hooks.items() if hook in (hook_store_io, hook_run_extensions)]:
+                    del hooks[number]
+            delattr(module, _BACKPACKS)
+            memory_cleanup(module)
     return model
+
+
+def has_backpacks_hooks(module: nn.Module) -> bool:
+    """Whether ``backpack.extend`` was called on a module, whose own hooks then run the extensions."""
+    return bool(module.__dict__.get(_BACKPACKS, False))
 
 
 @contextmanager
@@ -139,21 +160,42 @@ class _Kept(torch.autograd.Function):
         return any_leaf.clone()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, where a traced hook would vanish without a word
-def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+# torch.jit.script can't compile this hook, and its message shows the line at which it gave up.
+def _watch_output(module: nn.Module, args: Any, *rest: Any) -> Any:  # call kfqn_ext.unextend(model) before scripting
     """Forward hook: have the active extensions run once the gradient of this output is known."""
-    if not (disable.should_store_io() and torch.is_grad_enabled() and isinstance(output, Tensor)):
+    if not torch.is_grad_enabled() or is_exported():
+        return None  # nothing to measure; and a computation that is written down
+    if torch.compiler.is_dynamo_compiling():
+        from kfqn_ext.extensions.untraced import watch  # with torch's compiler, which takes a second to import
+
+        return watch(module, args, *rest)
+    return watch_output(module, args, *rest)
+
+
+def watch_output(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Tensor | None:
+    """Look at one call of a layer, after its forward pass.
+
+    Args:
+        module: The layer.
+        args: What it was called with.
+        rest: Its keyword arguments, which a hook that torch has moved to a quantized layer is not given; its output.
+
+    Returns:
+        What is to take the place of its output, if anything is.
+    """
+    kwargs, output = rest if len(rest) == 2 else ({}, *rest)
+    if not (disable.should_store_io() and isinstance(output, Tensor)):
         return None
     if is_transformed() or is_traced():
         return None  # computations that go on, and one that is written down
-    if module.__dict__.get("_backpack_extend", False):
-        return None  # BackPACK's own hook serves this module
+    if has_backpacks_hooks(module):
+        return None  # which serve this module
     if is_replica(module):
         raise UnsupportedLayerError(_DATA_PARALLEL)
     replaced = module in _input_gradients_only and not output.requires_grad
     if replaced:
         output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
-    if output.requires_grad and _may_be_measured(module):
+    if output.requires_grad:
         _register(module, layer_input(args, kwargs), output)
     return output if replaced else None
 
@@ -173,7 +215,13 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
             return
         watched = base
 
-    kept, call = [_Kept.apply(x.detach(), _ANY).grad_fn], Call()
+    # A checkpoint counts what is saved. What it repeats may find other extensions active, and must save as often: where
+    # nothing is kept, something small is saved, which dies at once. In the repetition the input may stand for either.
+    measured = _may_be_measured(module)
+    node = _Kept.apply(x.detach() if measured or current_backward() >= 0 else _ANY.detach(), _ANY).grad_fn
+    if not measured:
+        return
+    kept, call = [node], Call()
 
     def run(g: Tensor) -> None:
         # Gradients are enabled with create_graph=True, and batched with is_grads_batched=True.
