@@ -368,6 +368,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _begin(self) -> None:
         """Leave the minibatch before behind."""
+        checks.hooks(self._planned.layers.values(), type(self).__name__)
         self._forget_empty_state()
         self._follow_parameters()
         if self.second_pass_due:
@@ -409,6 +410,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _take_heard(self) -> None:
         """Make the minibatch of what was heard, where no other is waiting for its step."""
+        checks.hooks(self._planned.layers.values(), type(self).__name__)
         heard = self._passes.listening.take()
         if heard is not None and self._iteration is None:
             checks.surroundings(self)
@@ -606,7 +608,9 @@ class KroneckerOptimizer(Optimizer):
             )
 
     def _make_plan(self) -> Plan:
-        return make_plan(self._model, {p: i for i, g in enumerate(self.param_groups) for p in g["params"]})
+        plan = make_plan(self._model, {p: i for i, g in enumerate(self.param_groups) for p in g["params"]})
+        checks.hooks(plan.layers.values(), type(self).__name__)
+        return plan
 
     @property
     def _planned(self) -> Plan:
