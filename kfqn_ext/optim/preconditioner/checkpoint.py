@@ -110,7 +110,9 @@ def _fitted(key: str, value: Tensor, p: Tensor) -> Tensor:
     if key == "num_locations":  # a number of the host
         return value.to("cpu", copy=True)
     dtype = working_dtype(p) if value.is_floating_point() else value.dtype
-    return value.to(p.device, dtype, copy=True)
+    value = value.to(p.device, dtype, copy=True)
+    # An update keeps a symmetric H symmetric to the last bit; those of earlier versions were up to rounding.
+    return (value + value.mT).mul_(0.5) if key in ("H_A", "H_G") else value
 
 
 def is_fitted(state: State, p: Tensor) -> bool:
