@@ -4,7 +4,8 @@ Each function says which behaviour it relies on, and ``tests/test_torch.py`` tes
 that changes it is noticed there, and met here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeGuard
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree
+from torch.utils import checkpoint as checkpoints
 
 # ------------------------------------------------------------------ the backward pass that runs
 
@@ -95,6 +97,35 @@ def is_batched(t: Tensor) -> bool:
     These are two generations of vmap, with a kind of tensor each.
     """
     return torch._C._functorch.is_batchedtensor(t) or torch._C._functorch.is_legacy_batchedtensor(t)
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+class _Plainly:
+    """What takes the place of the function of reentrant checkpoints."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Run the functions of ``torch.utils.checkpoint`` as if they were called: their graphs are kept, nothing repeated.
+
+    A reentrant checkpoint has no graph of its parameters, and any repeats its function with the parameters that the
+    model has by then. It is the process's: other threads' checkpoints keep their graphs meanwhile.
+    """
+    before = {name: getattr(checkpoints, name) for name in ("CheckpointFunction", "_checkpoint_hook")}
+    plain = {"CheckpointFunction": _Plainly, "_checkpoint_hook": nullcontext}
+    try:
+        for name, value in plain.items():
+            setattr(checkpoints, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(checkpoints, name, value)
 
 
 # ------------------------------------------------------------------ tensors
