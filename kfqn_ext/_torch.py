@@ -4,8 +4,10 @@ Each function says which behaviour it relies on, and ``tests/test_torch.py`` tes
 that changes it is noticed there, and met here.
 """
 
+import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -142,6 +144,27 @@ def base_of(t: Tensor) -> Tensor | None:
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to whatever is not a tuple, list or dict in nested tuples, lists and dicts."""
     return _pytree.tree_map(function, tree)
+
+
+# ------------------------------------------------------------------ devices
+
+
+@cache
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a device has arithmetic for products in bfloat16; a CPU without takes dozens of times as long.
+
+    torch may take oneDNN's product, which a CPU that has the widest registers alone emulates.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return True
+    on_x86: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    with suppress(AttributeError):  # torch was built without oneDNN
+        takes_onednn = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return takes_onednn and (on_x86() or platform.machine().lower() not in ("x86_64", "amd64"))
+    return False
 
 
 # ------------------------------------------------------------------ modules
