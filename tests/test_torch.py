@@ -172,6 +172,35 @@ def test_a_backward_pass_sees_the_values_of_the_thread_that_starts_it(device: st
     assert len(seen) == 6
 
 
+# ------------------------------------------------------------------ checkpoints
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_can_be_left_out(reentrant: bool) -> None:
+    """Then the function runs once, and its parameters have a graph; after an error, too, all is as before."""
+    layer, x, runs = nn.Linear(3, 3), torch.ones(2, 3), []
+
+    def block(x: Tensor) -> Tensor:
+        runs.append(x)
+        return layer(x).tanh()
+
+    def run() -> int:
+        runs.clear()
+        output = checkpoint(block, x, use_reentrant=reentrant)
+        if output.requires_grad:
+            torch.autograd.grad(output.sum(), layer.weight)
+        return len(runs)
+
+    with pytest.raises(KeyError), _torch.without_checkpoints():
+        assert run() == 1
+        assert checkpoint(block, x, use_reentrant=reentrant).requires_grad
+        raise KeyError
+    # A reentrant one has no graph, another repeats the function.
+    assert run() == (1 if reentrant else 2)
+    assert checkpoint(block, x, use_reentrant=reentrant).requires_grad != reentrant
+
+
 # ------------------------------------------------------------------ transformations
 
 
