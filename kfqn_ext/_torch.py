@@ -134,6 +134,15 @@ class _Plainly:
         return function(*args)
 
 
+def counts_what_is_saved() -> bool:
+    """Whether somebody may count what autograd saves: a checkpoint does, with hooks on saved tensors.
+
+    True in versions of torch that do not tell.
+    """
+    ask: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+    return ask(True) is not None
+
+
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
     """Run the functions of ``torch.utils.checkpoint`` as if they were called: their graphs are kept, nothing repeated.

@@ -175,6 +175,20 @@ def test_a_backward_pass_sees_the_values_of_the_thread_that_starts_it(device: st
 # ------------------------------------------------------------------ checkpoints
 
 
+def test_a_checkpoint_that_counts_is_seen() -> None:
+    """In its function and in the repetition of that; a reentrant one does not count."""
+    x, answers = torch.ones(3, requires_grad=True), []
+
+    def block(x: Tensor) -> Tensor:
+        answers.append(_torch.counts_what_is_saved())
+        return x.sin().cos()
+
+    for reentrant in (False, True):
+        checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+    assert answers == [True, True, False, False]
+    assert not _torch.counts_what_is_saved()
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_can_be_left_out(reentrant: bool) -> None:

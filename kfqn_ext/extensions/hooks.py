@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kfqn_ext._torch import (
     base_of,
+    counts_what_is_saved,
     current_backward,
     is_batched,
     is_exported,
@@ -236,9 +237,11 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
     if watched.grad_fn is None:
         return
 
+    measured = _may_be_measured(module)
+    if not measured and not counts_what_is_saved():
+        return
     # A checkpoint counts what is saved. What it repeats may find other extensions active, and must save as often: where
     # nothing is kept, something small is saved, which dies at once. In the repetition the input may stand for either.
-    measured = _may_be_measured(module)
     node = _Kept.apply(x.detach() if measured or current_backward() >= 0 else _ANY.detach(), _ANY).grad_fn
     if not measured:
         return
