@@ -10,6 +10,7 @@ before and after rounding, by which one sees whether an inverse could be *kept* 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def train(name: str, root: Path, steps: int) -> KBFGS:
 
 def compare(optimizer: KBFGS) -> dict[str, dict[str, float]]:
     """What rounding does to each layer."""
-    rounded = RoundedInverses()
+    rounded = RoundedInverses(warn)
     found = {}
     for block in optimizer._blocks():
         layer, state = block.layer, block.state

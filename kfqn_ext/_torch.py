@@ -4,9 +4,12 @@ Each function says which behaviour it relies on, and ``tests/test_torch.py`` tes
 that changes it is noticed there, and met here.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping
+import platform
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -15,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree
+from torch.utils import checkpoint as checkpoints
 from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T")
@@ -92,12 +96,69 @@ def is_traced() -> bool:
     return torch._C._is_tracing()
 
 
+# Whether ``torch.export`` is writing down what runs. Torch tells since 2.7.
+is_exported: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """A function that ``torch.compile`` leaves to Python, between two graphs; it imports torch's compiler.
+
+    Args:
+        function: The function.
+        reason: Why, for the message where there must be one graph; torch takes it since 2.7.
+    """
+    disable: Any = torch.compiler.disable
+    try:
+        disabled: Callable[..., Any] = disable(function, reason=reason)
+    except TypeError:
+        disabled = disable(function)
+    return disabled
+
+
 def is_batched(t: Tensor) -> bool:
     """Whether a tensor stands for many, inside ``torch.func.vmap`` or a backward pass with ``is_grads_batched=True``.
 
     These are two generations of vmap, with a kind of tensor each.
     """
     return torch._C._functorch.is_batchedtensor(t) or torch._C._functorch.is_legacy_batchedtensor(t)
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+class _Plainly:
+    """What takes the place of the function of reentrant checkpoints."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def counts_what_is_saved() -> bool:
+    """Whether somebody may count what autograd saves: a checkpoint does, with hooks on saved tensors.
+
+    True in versions of torch that do not tell.
+    """
+    ask: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+    return ask(True) is not None
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Run the functions of ``torch.utils.checkpoint`` as if they were called: their graphs are kept, nothing repeated.
+
+    A reentrant checkpoint has no graph of its parameters, and any repeats its function with the parameters that the
+    model has by then. It is the process's: other threads' checkpoints keep their graphs meanwhile.
+    """
+    before = {name: getattr(checkpoints, name) for name in ("CheckpointFunction", "_checkpoint_hook")}
+    plain = {"CheckpointFunction": _Plainly, "_checkpoint_hook": nullcontext}
+    try:
+        for name, value in plain.items():
+            setattr(checkpoints, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(checkpoints, name, value)
 
 
 # ------------------------------------------------------------------ tensors
@@ -149,6 +210,27 @@ def tensors_in(tree: Any) -> list[Tensor]:
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensors_in([getattr(leaf, f.name) for f in fields(leaf)])
     return found
+
+
+# ------------------------------------------------------------------ devices
+
+
+@cache
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a device has arithmetic for products in bfloat16; a CPU without takes dozens of times as long.
+
+    torch may take oneDNN's product, which a CPU that has the widest registers alone emulates.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return True
+    on_x86: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    with suppress(AttributeError):  # torch was built without oneDNN
+        takes_onednn = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return takes_onednn and (on_x86() or platform.machine().lower() not in ("x86_64", "amd64"))
+    return False
 
 
 # ------------------------------------------------------------------ modules

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kfqn_ext.optim.preconditioner import rounded
+
 # The tensors are small: more threads cost more than they bring, sums vary with their number, and threads of workers
 # that run side by side wait for each other.
 torch.set_num_threads(1)
@@ -30,6 +32,12 @@ def _seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_flush_denormal(False)  # as a program sets that ran in this process
+
+
+@pytest.fixture(autouse=True)
+def _any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directions in bfloat16 are tested on processors too where they would be taken in float32, as they are slow."""
+    monkeypatch.setattr(rounded, "multiplies_bfloat16", lambda device: True)
 
 
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:

@@ -172,6 +172,49 @@ def test_a_backward_pass_sees_the_values_of_the_thread_that_starts_it(device: st
     assert len(seen) == 6
 
 
+# ------------------------------------------------------------------ checkpoints
+
+
+def test_a_checkpoint_that_counts_is_seen() -> None:
+    """In its function and in the repetition of that; a reentrant one does not count."""
+    x, answers = torch.ones(3, requires_grad=True), []
+
+    def block(x: Tensor) -> Tensor:
+        answers.append(_torch.counts_what_is_saved())
+        return x.sin().cos()
+
+    for reentrant in (False, True):
+        checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+    assert answers == [True, True, False, False]
+    assert not _torch.counts_what_is_saved()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_can_be_left_out(reentrant: bool) -> None:
+    """Then the function runs once, and its parameters have a graph; after an error, too, all is as before."""
+    layer, x, runs = nn.Linear(3, 3), torch.ones(2, 3), []
+
+    def block(x: Tensor) -> Tensor:
+        runs.append(x)
+        return layer(x).tanh()
+
+    def run() -> int:
+        runs.clear()
+        output = checkpoint(block, x, use_reentrant=reentrant)
+        if output.requires_grad:
+            torch.autograd.grad(output.sum(), layer.weight)
+        return len(runs)
+
+    with pytest.raises(KeyError), _torch.without_checkpoints():
+        assert run() == 1
+        assert checkpoint(block, x, use_reentrant=reentrant).requires_grad
+        raise KeyError
+    # A reentrant one has no graph, another repeats the function.
+    assert run() == (1 if reentrant else 2)
+    assert checkpoint(block, x, use_reentrant=reentrant).requires_grad != reentrant
+
+
 # ------------------------------------------------------------------ transformations
 
 

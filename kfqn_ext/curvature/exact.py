@@ -60,7 +60,8 @@ def exact_block(
         The block; symmetric up to rounding.
 
     Raises:
-        ValueError: If the model has no such layer, the loss is no finite scalar, or ``order`` is unknown.
+        ValueError: If the model has no such layer, the loss is no finite scalar or has no graph that reaches the layer,
+            or ``order`` is unknown.
         UnsupportedLayerError: If the layer cannot be measured as ``h_t = W a_t``.
         MemoryError: If the matrix is larger than the budget; :func:`estimate_curvature` forms none.
     """

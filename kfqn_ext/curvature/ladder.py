@@ -22,6 +22,9 @@ from kfqn_ext.linalg.nearest import kron, nearest_kronecker
 # Matrices of the block's size held at a time: the rungs, without the optimizers', and what a comparison works with.
 _MATRICES = 16
 
+# Of all layers together, where none is named: minutes for a small net.
+_PRODUCTS = 10_000
+
 COUPLED = "One datum's gradient depends on other data (BatchNorm in training mode? a loss that compares data?)."
 
 
@@ -48,8 +51,7 @@ def curvature_ladder(
 
     For layers of up to a few thousand parameters: p parameters cost p Hessian-vector products, T · d_out more by the
     outputs and as many Gauss-Newton products (N times as many where data are coupled), and a few eigenvalue problems
-    of size p a rung. See
-    :func:`estimate_curvature` for larger ones.
+    of size p a rung. Above 10,000 products, layers must be named. See :func:`estimate_curvature` for larger ones.
 
     Example:
         >>> import torch
@@ -81,7 +83,8 @@ def curvature_ladder(
         The report: ``print`` it, ``to_dataframe()``, ``plot(path)``.
 
     Raises:
-        ValueError: As :func:`exact_block`; for a damping below 0; and if a layer that is named takes no part.
+        ValueError: As :func:`exact_block`; for a damping below 0; if a layer that is named takes no part; and if none
+            is named, and all of them take more than 10,000 products.
         UnsupportedLayerError: As :func:`exact_block`.
         MemoryError: If a layer's matrices are larger than the budget.
     """
@@ -89,6 +92,7 @@ def curvature_ladder(
     check_numbers(model, damping, dtype)
     problems, notes = used_layers(model, loss_fn, x, y, layers, dtype)
     check_memory(problems, memory_budget, len(named))
+    check_products(problems, layers)
     return CurvatureReport([layer_ladder(problem, named, damping, extra, progress) for problem in problems], notes)
 
 
@@ -151,6 +155,32 @@ def check_memory(problems: Sequence[LayerLoss], memory_budget: int, optimizers: 
         # The G_{t,t} of the Hessian and of its Gauss-Newton part, N · T · d_out² numbers a group each.
         more = 2 * outputs * problem.geometry.d_out
         check_budget(problem, memory_budget, matrices=_MATRICES + optimizers, more=more)
+
+
+def check_products(problems: Sequence[LayerLoss], layers: Sequence[str | nn.Module] | None) -> None:
+    """Refuse a ladder of hours that nobody asked for by a layer's name.
+
+    Raises:
+        ValueError: If no layer is named and all of them take too many products.
+    """
+    if layers is not None:
+        return
+    outputs = {problem: sum(shift.numel() for shift in problem.by_outputs().shifts) for problem in problems}
+    if 2 * sum(outputs.values()) + sum(p.W.numel() for p in problems) <= _PRODUCTS:
+        return
+    hessians = ((problem, OutputHessian(problem)) for problem in problems)
+    sizes = {problem: (hessian.coupled, hessian.a.shape[0]) for problem, hessian in hessians}
+    apart = {problem: problem.W.numel() + 2 * outputs[problem] // N for problem, (_, N) in sizes.items()}
+    counts = {p: p.W.numel() + 2 * outputs[p] if coupled else apart[p] for p, (coupled, _) in sizes.items()}
+    if sum(counts.values()) <= _PRODUCTS:
+        return
+    each = ", ".join(f"{problem.name} {count:,}" for problem, count in counts.items())
+    way_out = f" {COUPLED} With model.eval(), if that is why, it takes {sum(apart.values()):,}."
+    raise ValueError(
+        f"The ladder of all layers takes {sum(counts.values()):,} products with second derivatives ({each}), and no "
+        f"layer is named: name those that you want, layers=[{problems[0].name!r}], or use estimate_curvature, which "
+        f"takes some hundreds a layer.{way_out if any(coupled for coupled, _ in sizes.values()) else ''}"
+    )
 
 
 def by_name(optimizers: Mapping[str, HoldsInverses] | HoldsInverses | None) -> Mapping[str, HoldsInverses]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from kfqn_ext._torch import map_leaves, uncompiled
+from kfqn_ext._torch import map_leaves, uncompiled, without_checkpoints
 from kfqn_ext.calling import arguments, explained
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.geometry import LayerGeometry, geometry_of, is_layer, layer_input, refusal
@@ -24,7 +24,16 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 class UnusedLayerError(ValueError):
-    """A layer took no part in the forward pass."""
+    """A layer took no part in the forward pass, or the loss has no graph that reaches it."""
+
+
+def no_graph(name: str) -> UnusedLayerError:
+    """What to raise where a layer's curvature would be zero for all that autograd sees."""
+    return UnusedLayerError(
+        f"The loss has no graph that reaches layer {name}, so that its curvature can't be seen. Does it take part? "
+        "Does the model call it in torch.no_grad(), detach what it returns, or repeat it in the backward pass by code "
+        "of its own? (Functions of torch.utils.checkpoint are run without a checkpoint.) Let it keep this graph."
+    )
 
 
 @dataclass(frozen=True)
@@ -109,15 +118,21 @@ class LayerLoss:
         return f"{self.name}.{parameter}" if self.name else parameter
 
     def by_weights(self) -> Pass:
-        """Run the model with a graph that begins at :attr:`W`."""
+        """Run the model with a graph that begins at :attr:`W`.
+
+        Raises:
+            UnusedLayerError: If the loss has none that does.
+        """
         loss, output = self._forward(self.W)
+        if not loss.requires_grad:
+            raise no_graph(self.name)
         return Pass(loss, output)
 
     def by_outputs(self) -> Pass:
         """Run the model with a graph that begins at the layer's outputs.
 
         Raises:
-            UnusedLayerError: If the layer takes no part in the pass.
+            UnusedLayerError: If the layer takes no part in the pass, or the loss has no such graph.
             ValueError: If it feeds itself.
         """
         inputs: list[Tensor] = []
@@ -141,6 +156,8 @@ class LayerLoss:
             handle.remove()
         if not inputs:
             raise UnusedLayerError(f"Layer {self.name} took no part in the forward pass, so it has no curvature.")
+        if not loss.requires_grad:
+            raise no_graph(self.name)
         return Pass(loss, output, tuple(inputs), tuple(shifts))
 
     def loss(self, output: Any) -> Tensor:
@@ -165,7 +182,7 @@ class LayerLoss:
         if bias is not None:
             tensors[self._path("bias")] = bias
         x = map_leaves(lambda t: t.clone() if isinstance(t, Tensor) else t, self._x)
-        with torch.random.fork_rng(devices=self._devices), self._casts_named():
+        with torch.random.fork_rng(devices=self._devices), self._casts_named(), without_checkpoints():
             torch.set_rng_state(self._rng[0])
             for device, state in zip(self._devices, self._rng[1], strict=True):
                 torch.cuda.set_rng_state(state, device)

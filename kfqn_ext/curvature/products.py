@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 
-from kfqn_ext.curvature.problem import LayerLoss
+from kfqn_ext.curvature.problem import LayerLoss, no_graph
 
 
 class Product(Protocol):
@@ -22,6 +22,18 @@ def pull(outputs: Tensor, inputs: list[Tensor], v: Tensor, create_graph: bool = 
     if not outputs.requires_grad:
         return [torch.zeros_like(i) for i in inputs]
     found = grad(outputs, inputs, v, create_graph=create_graph, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(i) if f is None else f for f, i in zip(found, inputs, strict=True)]
+
+
+def gradient(problem: LayerLoss, loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """∂loss/∂inputs with a graph; zeros for those that the loss does not depend on.
+
+    Raises:
+        UnusedLayerError: If it depends on none: a missing graph is no curvature of zero.
+    """
+    found = grad(loss, inputs, create_graph=True, allow_unused=True)
+    if all(f is None for f in found):
+        raise no_graph(problem.name)
     return [torch.zeros_like(i) if f is None else f for f, i in zip(found, inputs, strict=True)]
 
 
@@ -59,11 +71,15 @@ class HessianProduct(_Curvature):
     """
 
     def __init__(self, problem: LayerLoss) -> None:
-        """Run one forward and one backward pass."""
+        """Run one forward and one backward pass.
+
+        Raises:
+            UnusedLayerError: If the loss has no graph that reaches the layer.
+        """
         super().__init__(problem)
         self._W, passed = problem.W, problem.by_weights()
         self.loss = passed.loss.detach()
-        (self._g,) = pull(passed.loss, [self._W], torch.ones_like(passed.loss), create_graph=True)
+        (self._g,) = gradient(problem, passed.loss, [self._W])
         self.gradient = self._g.detach()
 
     def full(self, V: Tensor) -> Tensor:  # noqa: D102
@@ -79,9 +95,12 @@ class GGNProduct(_Curvature):
 
         Raises:
             TypeError: If the model's output is not one tensor.
+            UnusedLayerError: If it has no graph that reaches the layer.
         """
         super().__init__(problem)
         z = one_tensor(problem.by_weights().output)
+        if not z.requires_grad:
+            raise no_graph(problem.name)
         self._product = _GaussNewton(problem, z, [problem.W], lambda parts: parts[0])
 
     def full(self, V: Tensor) -> Tensor:  # noqa: D102
@@ -169,8 +188,7 @@ class OutputHessian:
             raise ValueError(f"Layer {problem.name} was called on different numbers of data in one pass.")
         self.a = self._by_group(torch.cat(patches, dim=1))
         self.output = passed.output
-        grads = pull(passed.loss, self.shifts, torch.ones_like(passed.loss), create_graph=True)
-        self._g = self.located(grads)
+        self._g = self.located(gradient(problem, passed.loss, self.shifts))
         self.gradient = self._g.detach()
         self.coupled = couples_data(self, self.gradient)
 

@@ -10,7 +10,7 @@ from torch import nn
 from kfqn_ext.curvature.entry import measuring
 from kfqn_ext.curvature.exact import MEMORY_BUDGET
 from kfqn_ext.curvature.factors import HoldsInverses
-from kfqn_ext.curvature.ladder import check_memory, check_numbers, curvature_ladder, used_layers
+from kfqn_ext.curvature.ladder import check_memory, check_numbers, check_products, curvature_ladder, used_layers
 from kfqn_ext.curvature.lazy import need
 from kfqn_ext.curvature.plots import plot_tracks
 from kfqn_ext.curvature.problem import LossFn
@@ -137,7 +137,9 @@ def track_curvature(
         )
     check_numbers(model, damping, dtype)
     layers = layers if layers is None or isinstance(layers, (str, nn.Module)) else list(layers)
-    check_memory(used_layers(model, loss_fn, x, y, layers, dtype)[0], memory_budget, 1)
+    problems, _ = used_layers(model, loss_fn, x, y, layers, dtype)
+    check_memory(problems, memory_budget, 1)
+    check_products(problems, layers)
     ladder = dict(model=model, loss_fn=loss_fn, x=x, y=y, layers=layers, damping=damping, dtype=dtype)
     ladder |= dict(memory_budget=memory_budget, progress=progress)
     return CurvatureTracker(optimizer, steps, name or type(optimizer).__name__, ladder)

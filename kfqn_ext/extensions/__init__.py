@@ -1,6 +1,6 @@
 """BackPACK extensions that emit what Kronecker-factored quasi-Newton methods need from a layer."""
 
-from kfqn_ext.extensions.active import measuring, read_inputs
+from kfqn_ext.extensions.active import has_backpacks_hooks, measuring, read_inputs
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.fisher_product import FisherProduct, FisherProducts, OutputProbe
 from kfqn_ext.extensions.gram import Gram, InputGram
@@ -32,6 +32,7 @@ __all__ = [
     "Traces",
     "averaged",
     "extend",
+    "has_backpacks_hooks",
     "input_gradients_only",
     "listen",
     "measuring",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kfqn_ext._torch import of_thread, set_of_thread
 
 _KEY = "kfqn_ext.extensions.active"
+BACKPACKS = "_backpack_extend"  # what BackPACK marks modules with
 Reader = Callable[[nn.Module, Tensor | None], None]
 """Takes note of a layer's call and of its input, in the forward pass; of no input where a transformation hides it."""
 
@@ -66,16 +67,17 @@ class Active:
 
     def runs_backpacks(self, module: nn.Module) -> bool:
         """Whether those of ``backpack(...)`` may be among them: a hook of BackPACK's own runs them itself."""
-        return bool(self._backpacks(module)) or (self.waiting is None and not _has_backpacks_hooks(module))
+        return bool(self._backpacks(module)) or (self.waiting is None and not has_backpacks_hooks(module))
 
     def _backpacks(self, module: nn.Module) -> list[Any]:
         waiting = self.waiting or ()
-        found = () if _has_backpacks_hooks(module) else CTX.get_active_exts()
+        found = () if has_backpacks_hooks(module) else CTX.get_active_exts()
         return [ext for ext in found if not any(ext is other for other in waiting)]
 
 
-def _has_backpacks_hooks(module: nn.Module) -> bool:
-    return bool(module.__dict__.get("_backpack_extend", False))
+def has_backpacks_hooks(module: nn.Module) -> bool:
+    """Whether ``backpack.extend`` was called on a module, whose own hooks then run the extensions."""
+    return bool(module.__dict__.get(BACKPACKS, False))
 
 
 _NOTHING = Active()

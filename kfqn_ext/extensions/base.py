@@ -206,9 +206,12 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             result = (self._add_gradient if repeated else self.merge)(module, old.result, layer)
         several = old is not None and (old.several or (not repeated and old.backward == backward))
         calls = calls if repeated else (*calls, weakref.ref(call))
-        self._results[module] = _Entry(backward, result, calls, several)
+        self._keep(module, _Entry(backward, result, calls, several))
+
+    def _keep(self, module: nn.Module, entry: _Entry[Q]) -> None:
+        self._results[module] = entry
         if self.mirrored:
-            setattr(module.weight, self.savefield, result)
+            setattr(module.weight, self.savefield, entry.result)
 
     def _is_past(self, module: nn.Module) -> bool:
         """Whether what an earlier backward pass has left is no part of what comes."""

@@ -13,14 +13,17 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
-from backpack import disable
+from backpack import disable, hook_run_extensions, hook_store_io, memory_cleanup
 from backpack.context import CTX
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kfqn_ext._torch import (
     base_of,
+    counts_what_is_saved,
+    current_backward,
     is_batched,
+    is_exported,
     is_replica,
     is_traced,
     is_transformed,
@@ -28,10 +31,10 @@ from kfqn_ext._torch import (
     run_hook_first,
 )
 from kfqn_ext.errors import UnsupportedLayerError
-from kfqn_ext.extensions.active import active, reaching
+from kfqn_ext.extensions.active import BACKPACKS, active, has_backpacks_hooks, reaching
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.calls import CALL, Call
-from kfqn_ext.geometry import is_layer, layer_input
+from kfqn_ext.geometry import is_layer, layer_input, refuse_nested
 from kfqn_ext.linalg.precision import without_autocast
 
 _HANDLES = "_kfqn_hooks"
@@ -48,9 +51,9 @@ def extend(model: nn.Module) -> nn.Module:
 
     Unlike ``backpack.extend`` it changes nothing in what the model computes and allows in-place operations on the
     layers' outputs; only first-order extensions can run. Calling it again attaches what is new and nothing twice.
-    Extend before ``torch.compile``, and :func:`unextend` before ``torch.jit.script``. Backward passes with
-    ``create_graph=True`` are parts of a computation that goes on, and no extension runs in them. Nor does one for a
-    call with other weights than the layer's own (``torch.func.functional_call``).
+    Extend before ``torch.compile``; :func:`unextend` before ``torch.jit.script`` and ``fullgraph=True``. Backward
+    passes with ``create_graph=True`` are parts of a computation that goes on, and no extension runs in them. Nor does
+    one for a call with other weights than the layer's own (``torch.func.functional_call``).
 
     Args:
         model: Any module. It is modified and returned.
@@ -71,7 +74,7 @@ def extend(model: nn.Module) -> nn.Module:
 
 
 def unextend(model: nn.Module) -> nn.Module:
-    """Undo :func:`extend`.
+    """Undo :func:`extend`, and BackPACK's own.
 
     Args:
         model: Any module. It is modified and returned.
@@ -85,6 +88,12 @@ def unextend(model: nn.Module) -> nn.Module:
             handle.remove()
         if handles:
             object.__delattr__(module, _HANDLES)
+        if has_backpacks_hooks(module):
+            for hooks in (module._forward_hooks, module._backward_hooks):
+                for number in [k for k, hook in hooks.items() if hook in (hook_store_io, hook_run_extensions)]:
+                    del hooks[number]
+            delattr(module, BACKPACKS)
+            memory_cleanup(module)
     return model
 
 
@@ -149,15 +158,50 @@ class _Kept(torch.autograd.Function):
         return any_leaf.clone()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # as below
-def _go_first(module: nn.Module, args: tuple[Any, ...]) -> None:
+def _go_first(module: nn.Module, args: Any) -> None:  # call kfqn_ext.unextend(model) before scripting
     """Forward pre-hook: have the output watched before others change it, whenever and however they were registered."""
-    run_hook_first(module, module.__dict__[_HANDLES][0])
+    if is_exported():
+        return
+    if not torch.compiler.is_dynamo_compiling():
+        go_first(module)
+    elif torch.is_grad_enabled():
+        from kfqn_ext.extensions.untraced import first
+
+        first(module)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, where a traced hook would vanish without a word
-def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+def go_first(module: nn.Module) -> None:
+    """Let the hook that watches a layer's output be the first in the call that begins."""
+    if _HANDLES in module.__dict__:  # a copy that torch has quantized has the hooks alone
+        run_hook_first(module, module.__dict__[_HANDLES][0])
+
+
+# torch.jit.script can't compile this hook, and its message shows the line at which it gave up.
+def _watch_output(module: nn.Module, args: Any, *rest: Any) -> Any:  # call kfqn_ext.unextend(model) before scripting
     """Forward hook: have the active extensions run once the gradient of this output is known."""
+    if is_exported():
+        return None  # a computation that is written down
+    if torch.compiler.is_dynamo_compiling():
+        if not torch.is_grad_enabled():
+            return None  # nothing to measure
+        from kfqn_ext.extensions.untraced import watch  # with torch's compiler, which takes a second to import
+
+        return watch(module, args, *rest)
+    return watch_output(module, args, *rest)
+
+
+def watch_output(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Tensor | None:
+    """Look at one call of a layer, after its forward pass.
+
+    Args:
+        module: The layer.
+        args: What it was called with.
+        rest: Its keyword arguments, which a hook that torch has moved to a quantized layer is not given; its output.
+
+    Returns:
+        What is to take the place of its output, if anything is.
+    """
+    kwargs, output = rest if len(rest) == 2 else ({}, *rest)
     written_down = is_transformed() or is_traced()  # by computations that go on, or for later
     for reader in active().readers:
         reader(module, None if written_down else layer_input(args, kwargs))
@@ -168,7 +212,7 @@ def _watch_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     zero = active().reached.zero_for(module, output)
     if zero is not None:
         output = output + zero
-    if output.requires_grad and _may_be_measured(module):
+    if output.requires_grad:
         _register(module, layer_input(args, kwargs), output)
     return None if zero is None else output
 
@@ -182,7 +226,7 @@ def _may_be_measured(module: nn.Module) -> bool:
 
 def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
     if output.is_nested:
-        output.register_hook(lambda g: _refuse_nested(module))  # type: ignore[no-untyped-call]
+        output.register_hook(lambda g: _check_nested(module))  # type: ignore[no-untyped-call]
         return
     shape, watched, base = output.shape, output, base_of(output)
     if base is not None and base.requires_grad:
@@ -193,7 +237,15 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
     if watched.grad_fn is None:
         return
 
-    kept, call, which = [_Kept.apply(x.detach(), _ANY).grad_fn], Call(module), watched.output_nr
+    measured = _may_be_measured(module)
+    if not measured and not counts_what_is_saved():
+        return
+    # A checkpoint counts what is saved. What it repeats may find other extensions active, and must save as often: where
+    # nothing is kept, something small is saved, which dies at once. In the repetition the input may stand for either.
+    node = _Kept.apply(x.detach() if measured or current_backward() >= 0 else _ANY.detach(), _ANY).grad_fn
+    if not measured:
+        return
+    kept, call, which = [node], Call(module), watched.output_nr
 
     def run(gradients: tuple[Tensor | None, ...]) -> None:
         g = gradients[which]
@@ -210,15 +262,11 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
     watched.grad_fn.register_prehook(run)
 
 
-def _refuse_nested(module: nn.Module) -> None:
+def _check_nested(module: nn.Module) -> None:
     """Raise where a layer that is to be measured was given a nested tensor; else it is none of our business."""
     wanted = [ext for ext in _active(module) if not isinstance(ext, LayerExtension) or ext.wanted(module)]
     if wanted and not torch.is_grad_enabled():
-        raise UnsupportedLayerError(
-            f"The input of {module} is a nested tensor, whose data differ in their number of locations: it can't be "
-            "measured. Give the layer a padded one, layer(x.to_padded_tensor(0.0)), or leave its parameters to a "
-            "torch.optim optimizer."
-        )
+        refuse_nested(module)
 
 
 def _run_extensions(exts: Sequence[Any], module: nn.Module, call: Call, kept: list[Any], g: Tensor) -> None:

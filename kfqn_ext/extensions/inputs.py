@@ -118,11 +118,11 @@ class InputQuantities(LayerExtension[M]):
         Args:
             single: Learns which layers were called once in a pass.
         """
-        for module, entry in self._results.items():
+        for module, entry in list(self._results.items()):
             if single is not None:
                 single.note(module, entry.several)
             if self.probe is not None and entry.result.operator is not None:
-                self._results[module] = replace(entry, result=self._probed(module, entry.result))
+                self._keep(module, replace(entry, result=self._probed(module, entry.result)))
 
     def _probed(self, module: nn.Module, kept: M) -> M:
         with torch.no_grad(), full_precision():

@@ -2,7 +2,14 @@
 
 from kfqn_ext.geometry.base import LayerGeometry, geometry_of, is_layer, refusal, register
 from kfqn_ext.geometry.conv import ConvGeometry
-from kfqn_ext.geometry.layer_pass import LayerPass, Subsampling, checked_subsampling, fraction_size, layer_input
+from kfqn_ext.geometry.layer_pass import (
+    LayerPass,
+    Subsampling,
+    checked_subsampling,
+    fraction_size,
+    layer_input,
+    refuse_nested,
+)
 from kfqn_ext.geometry.linear import LinearGeometry
 
 __all__ = [
@@ -17,5 +24,6 @@ __all__ = [
     "layer_input",
     "fraction_size",
     "refusal",
+    "refuse_nested",
     "register",
 ]

@@ -95,6 +95,15 @@ class LayerPass:
         )
 
 
+def refuse_nested(module: nn.Module) -> None:
+    """Raise an UnsupportedLayerError for a layer that is to be measured on a nested tensor."""
+    raise UnsupportedLayerError(
+        f"The input of {module} is a nested tensor, whose data differ in their number of locations: it can't be "
+        "measured. Give the layer a padded one, layer(x.to_padded_tensor(0.0)), or leave its parameters to a "
+        "torch.optim optimizer."
+    )
+
+
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The input that a layer was called with: its first argument, by position or by whatever name."""
     x: Tensor = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))

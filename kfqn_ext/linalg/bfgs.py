@@ -5,8 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg.padded import times_each
-from kfqn_ext.linalg.pairs import RESOLUTION, dot, unit_pair
+from kfqn_ext.linalg.padded import stack, times_each, unstack
+from kfqn_ext.linalg.pairs import RESOLUTION, dot, shortened, unit_pair
+
+# One update makes H at most this many times as large. In more, small eigenvalues drown that its diagonal hides.
+_GROWTH = 100.0
 
 
 def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tensor:
@@ -16,10 +19,17 @@ def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tenso
 
         H⁺ = (I - ρ s yᵀ) H (I - ρ y sᵀ) + ρ s sᵀ
 
-    computed as ``H + s wᵀ + w sᵀ`` with ``w = -Hy + ½ (1 + yᵀHy) s`` for the pair rescaled to sᵀy = 1: one product
-    with H and one rank-2 update, and no power of ρ to overflow. Where the pair is kept (see
-    :func:`kfqn_ext.linalg.pairs.unit_pair`), H⁺y = s and H⁺ is as symmetric and positive definite as H;
-    elsewhere H does not change.
+    computed as ``H - q qᵀ + p pᵀ`` with ``a² = 1 + yᵀHy``, ``q = Hy / a`` and ``p = a s - q`` for the pair rescaled to
+    sᵀy = 1: one product with H and two rank-1 terms, and no power of ρ to overflow. ``H - q qᵀ`` is (H⁻¹ + y yᵀ)⁻¹, so
+    that no intermediate result is indefinite. A symmetric H stays so to the last bit: an asymmetry would be left behind
+    where H shrinks, and would grow beside it.
+
+    Where the pair is kept, H⁺ is as positive definite as H, and H⁺y = s; elsewhere H does not change. A pair is kept
+    where :func:`kfqn_ext.linalg.pairs.unit_pair` keeps it, and where H⁺ can tell its smallest eigenvalue from its
+    rounding error. Both are counted in units of H's diagonal, D, in which rounding is relative. An eigenvalue 1 of H
+    becomes 1 / (1 + yᵀDy) at least, and what is added has the norm sᵀD⁻¹s (1 + yᵀHy) at most. (Smaller eigenvalues than
+    1 can't be seen without a factorization. Millions of random updates in float32 did without.) A pair that would make
+    the trace more than a hundred times as large is shortened, H⁺y = s/τ with τ > 1: the next ones go on.
 
     Args:
         inverses: L symmetric positive definite matrices H, [*B, d_i, d_i]. Overwritten.
@@ -29,23 +39,41 @@ def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tenso
     Returns:
         Which pairs were kept, bool [L, *B].
     """
-    extremes = [torch.aminmax(H.diagonal(dim1=-2, dim2=-1), dim=-1, keepdim=True) for H in inverses]
-    smallest, largest = (torch.stack(entries) for entries in zip(*extremes, strict=True))
-    # The largest diagonal entry of a positive definite matrix is within a factor d of its norm, and costs d reads.
-    s, y, kept = unit_pair(s, y, largest)
+    diagonal = stack(H.diagonal(dim1=-2, dim2=-1) for H in inverses)
+    s, y, kept = unit_pair(s, y, diagonal)
+    s, y = shortened(s, y, _GROWTH * diagonal.sum(-1, keepdim=True))
     Hy = times_each(inverses, y)
     yHy = dot(y, Hy)
-    # A negative yᵀHy tells of an H that lost its definiteness. And the term that is added, of norm sᵀs (1 + yᵀHy),
-    # must leave the smallest eigenvalue of H above its own rounding error.
-    usable = torch.isfinite(yHy) & (yHy >= 0)
-    usable &= RESOLUTION * torch.finfo(s.dtype).eps * dot(s, s) * (1.0 + yHy) < smallest
-    s = torch.where(usable, s, 0.0)
-    w = torch.where(usable, 0.5 * (1.0 + yHy) * s - Hy, 0.0)
-    for H, left, right in zip(inverses, torch.stack((s, w), dim=-1), torch.stack((w, s), dim=-2), strict=True):
-        d = H.shape[-1]
-        # Unflattened for `baddbmm_`, which writes the rank-2 term straight into H.
-        H.view(-1, d, d).baddbmm_(left[..., :d, :].reshape(-1, d, 2), right[..., :d].reshape(-1, 2, d))
-    return (kept & usable).squeeze(-1)
+    precision = torch.finfo(s.dtype)
+    shrinks = 1.0 + dot(y, y * diagonal)
+    grows = 1.0 + dot(s, s / diagonal.clamp(min=precision.tiny)) * (1.0 + yHy)
+    # A negative yᵀHy tells of an H that lost its definiteness. What is not finite compares as false.
+    usable = kept & (yHy >= 0) & (RESOLUTION * precision.eps * grows * shrinks < 1)
+    q, p = (torch.where(usable, v, 0.0) for v in rank_one_terms(s, Hy, yHy))
+    sizes = [H.shape[-1] for H in inverses]
+    add_terms_(inverses, unstack(q, sizes), unstack(p, sizes))
+    return usable.squeeze(-1)
+
+
+def rank_one_terms(s: Tensor, Hy: Tensor, yHy: Tensor) -> tuple[Tensor, Tensor]:
+    """Give q and p of an update H - q qᵀ + p pᵀ: of a pair with sᵀy = 1, or of zeros.
+
+    Args:
+        s: [*B, d].
+        Hy: [*B, d].
+        yHy: yᵀHy, [*B, 1], not negative.
+    """
+    a = (1.0 + yHy).sqrt()
+    q = Hy / a
+    return q, a * s - q
+
+
+def add_terms_(inverses: Sequence[Tensor], q: Sequence[Tensor], p: Sequence[Tensor]) -> None:
+    """Turn each H [*B, d, d] into H - q qᵀ + p pᵀ in place, symmetric to the last bit where H is."""
+    # Entry by entry, so that each is rounded as its mirror image is: kernels of matrix products don't promise that.
+    for vectors, sign in ((q, -1), (p, 1)):
+        columns, rows = [v.unsqueeze(-1) for v in vectors], [v.unsqueeze(-2) for v in vectors]
+        torch._foreach_addcmul_(list(inverses), columns, rows, value=sign)
 
 
 def bfgs_update_(H: Tensor, s: Tensor, y: Tensor) -> Tensor:

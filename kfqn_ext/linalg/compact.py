@@ -12,6 +12,8 @@ matrix products instead of the two-loop recursion over p pairs. Rows of zeros ar
 import torch
 from torch import Tensor
 
+from kfqn_ext.linalg.bfgs import add_terms_, rank_one_terms
+
 
 def push_unit_pair(pairs: Tensor, s: Tensor, y: Tensor, kept: Tensor) -> Tensor:
     """Append a pair and drop the oldest one, where the pair is kept.
@@ -72,8 +74,8 @@ def dense_from_pairs(pairs: Tensor, gamma: Tensor) -> Tensor:
     S, Y = pairs.reshape(-1, *pairs.shape[-2:]).chunk(2, dim=-2)
     for s, y in zip(S.unbind(-2), Y.unbind(-2), strict=True):
         Hy = (H @ y.unsqueeze(-1)).squeeze(-1)
-        w = 0.5 * (1.0 + (y * Hy).sum(-1, keepdim=True)) * s - Hy
-        H.baddbmm_(torch.stack((s, w), -1), torch.stack((w, s), -2))
+        q, p = rank_one_terms(s, Hy, (y * Hy).sum(-1, keepdim=True).clamp(min=0))
+        add_terms_([H], [q], [p])
     return H.reshape(*pairs.shape[:-2], d, d)
 
 

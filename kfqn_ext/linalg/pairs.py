@@ -30,16 +30,16 @@ def common_scale(s: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return s / size, y / size
 
 
-def unit_pair(s: Tensor, y: Tensor, norm_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def unit_pair(s: Tensor, y: Tensor, size_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rescale a pair to sᵀy = 1, or empty it where it would spoil a positive definite matrix.
 
     A pair is kept where it is finite, where its curvature sᵀy is positive beyond the rounding error of the
-    product, and where the curvature yᵀy / sᵀy that it brings can be told from zero beside ``‖H‖`` in this dtype.
+    product, and where the curvature yᵀy / sᵀy that it brings can be told from zero beside H in this dtype.
 
     Args:
         s: Steps, [*B, d].
         y: Changes of the gradient along them, [*B, d].
-        norm_H: Size of the matrix to be updated (a lower bound on its spectral norm), [*B, 1].
+        size_H: Size of the matrix to be updated: its diagonal, [*B, d], or a lower bound on its spectral norm, [*B, 1].
 
     Returns:
         ``(s, y, kept)`` with shapes [*B, d], [*B, d] and [*B, 1]; s = y = 0 where ``kept`` is false.
@@ -48,10 +48,23 @@ def unit_pair(s: Tensor, y: Tensor, norm_H: Tensor) -> tuple[Tensor, Tensor, Ten
     s, y = common_scale(s, y)
     sy, ss, yy = dot(s, y), dot(s, s), dot(y, y)
     kept = sy > _SIGNIFICANCE * eps * ss.sqrt() * yy.sqrt()
-    kept &= RESOLUTION * eps * norm_H * yy < sy
+    change = dot(y, size_H * y)
+    kept &= RESOLUTION * eps * change < sy
     # A pair of length 1 whose curvature is below the smallest normal number has no usable 1 / sᵀy.
     kept &= sy > torch.finfo(s.dtype).tiny
-    kept &= torch.isfinite(ss + yy + norm_H)
+    kept &= torch.isfinite(ss + yy + change)
     rho = torch.where(kept, sy, 1.0).rsqrt()
     # Not a product with `kept`: 0 · NaN is NaN.
     return torch.where(kept, s * rho, 0.0), torch.where(kept, y * rho, 0.0), kept
+
+
+def shortened(s: Tensor, y: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    """Shorten the step of a pair with sᵀy = 1 to ‖s‖² ≤ ``most``, with y in return: (s/√τ, y√τ), τ ≥ 1.
+
+    Args:
+        s: Steps, [*B, d].
+        y: Changes of the gradient along them, [*B, d].
+        most: [*B, 1], positive.
+    """
+    root = (dot(s, s) / most).clamp(min=1.0).sqrt()
+    return s / root, y * root

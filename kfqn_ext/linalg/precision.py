@@ -2,7 +2,7 @@
 
 ``torch.set_float32_matmul_precision("high")`` lets products of float32 matrices run in TF32, "medium" in bfloat16, and
 convolutions on GPUs run in TF32 unless they are told not to; ``torch.autocast`` rounds them too. A network trains as
-well. But a BFGS update whose rank-2 term is rounded to 8 or 11 bits makes H indefinite, a rounded Gram matrix is no
+well. But a BFGS update whose product H y is rounded to 8 or 11 bits makes H indefinite, a rounded Gram matrix is no
 longer semidefinite, and Δh̄ is a small difference of large numbers.
 """
 

@@ -398,6 +398,7 @@ class KroneckerOptimizer(Optimizer):
     def _begin(self) -> None:
         """Leave the minibatch before behind."""
         self._planned.check_places()
+        checks.hooks(self._planned.layers.values(), type(self).__name__)
         self._forget_empty_state()
         self._follow_parameters()
         if self.second_pass_due:
@@ -440,6 +441,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _take_heard(self) -> None:
         """Make the minibatch of what was heard, where no other is waiting for its step."""
+        checks.hooks(self._planned.layers.values(), type(self).__name__)
         heard = self._passes.listening.take()
         if heard is not None and self._iteration is None:
             checks.surroundings(self, self._passes.ranks.is_chosen)
@@ -663,6 +665,7 @@ class KroneckerOptimizer(Optimizer):
         group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         plan = make_plan(self._model, group_of, None if self._plan is None else self._plan.names)
         check_split(self.param_groups, plan.split)
+        checks.hooks(plan.layers.values(), type(self).__name__)
         return plan
 
     @property

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -192,3 +193,54 @@ def test_a_tracker_refuses_before_training() -> None:
         optimizer.step(Minibatch(model, cross_entropy, x, y))
         tracker()
     assert len(tracker.reports) == 2
+
+
+def test_a_ladder_of_hours_is_not_begun_unasked() -> None:
+    """With BatchNorm in training mode each datum needs products of its own; the numbers are those that then run."""
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.Tanh(), nn.Flatten(), nn.Linear(216, 2))
+    x, y = torch.rand(32, 1, 8, 8), torch.arange(32) % 2
+    number, alone = 2 * 32 * 36 * 6 + 60 + 2 * 2 + 434, 2 * 36 * 6 + 60 + 2 * 2 + 434  # the last layer's data are apart
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for function in (
+        lambda: curvature_ladder(model, cross_entropy, x, y, progress=False),
+        lambda: track_curvature(optimizer, model, cross_entropy, x, y, name="o"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=f"{number:,} products") as error:
+            function()
+        for part in (
+            "0 13,884",
+            "4 438",
+            "layers=['0']",
+            "estimate_curvature",
+            f"model.eval(), if that is why, it takes {alone:,}",
+        ):
+            assert part in str(error.value)
+    assert len(curvature_ladder(model, cross_entropy, x, y, ["4"], progress=False)) == 1
+
+
+def test_the_number_of_products_is_that_of_the_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted as they run, for independent and for coupled data; few are no reason to refuse."""
+    ladder = sys.modules["kfqn_ext.curvature.ladder"]
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 2))
+    x, y, run = torch.rand(5, 1, 3, 3), torch.arange(5) % 2, [0]
+    for name in ("HessianProduct.full", "OutputHessian.__call__", "OutputGGN.__call__"):
+        kind, method = name.split(".")
+        owner = getattr(sys.modules["kfqn_ext.curvature.products"], kind)
+        monkeypatch.setattr(owner, method, counted(getattr(owner, method), run))
+    for training in (False, True):
+        model.train(training)
+        monkeypatch.setattr(ladder, "_PRODUCTS", 10_000)
+        run[0] = 0
+        assert len(curvature_ladder(model, cross_entropy, x, y, progress=False)) == 2
+        probes = 3 if training else 4  # whether data are coupled, for two layers' Hessian and Gauss-Newton matrix
+        monkeypatch.setattr(ladder, "_PRODUCTS", 0)
+        with pytest.raises(ValueError, match=f"takes {run[0] - probes} products"):
+            curvature_ladder(model, cross_entropy, x, y, progress=False)
+
+
+def counted(method: Any, run: list[int]) -> Any:
+    def call(*args: Any) -> Any:
+        run[0] += 1
+        return method(*args)
+
+    return call

@@ -342,3 +342,27 @@ def test_input_gradients_only_ends_with_an_error_too_and_can_be_nested() -> None
         raise KeyError
     assert model[0].weight.requires_grad and model[0].bias.requires_grad
     assert not model[0].requires_grad_(False)(torch.rand(2, 4)).requires_grad  # outside, no zero is added
+
+
+# ------------------------------------------------------------------ models that BackPACK has extended
+
+
+def test_unextend_takes_backpacks_hooks_off_too() -> None:
+    """Then operations in place run again, and our hooks serve the layers; somebody's own hooks stay."""
+    inplace, twin, x, y = pair()
+    calls: list[str] = []
+    inplace.head.register_forward_hook(lambda *_: calls.append("own"))
+    stock.extend(inplace)
+    with pytest.raises(RuntimeError, match="modified inplace|modified in-place|view"):
+        F.cross_entropy(inplace(x), y)
+    assert unextend(inplace) is inplace
+    found = []
+    for model in (inplace, twin):
+        moments = KBFGSQuantities()
+        with backpack(moments):
+            F.cross_entropy(extend(model)(x), y).backward()
+        found.append([moments[m] for _, m in layers(model)])
+    for got, want in zip(*found, strict=True):
+        same(got, want, 1e-14)
+    assert calls == ["own"]
+    assert not any("_backpack_extend" in m.__dict__ or "input0" in m.__dict__ for m in inplace.modules())

@@ -132,6 +132,24 @@ def test_accumulation_with_a_probe_keeps_the_first_direction(case: Any) -> None:
     same(q, big[layer])
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_late_probe_sees_all_calls(accumulate: bool) -> None:
+    layer = extend(nn.Linear(4, 4, dtype=F64))
+    x, whole = torch.randn(6, 4, dtype=F64), KBFGSQuantities()
+    late = KBFGSQuantities(probe=lambda module, a_bar: a_bar.cos(), accumulate=accumulate)
+    late.late = lambda module: True
+    with backpack(whole, late):
+        curved(layer(layer(x).tanh())).mean().backward()
+    late.finish()
+    late.finish()  # again does no harm
+    q = late[layer]
+    assert q.operator is None and q.s is not None and layer.weight.kbfgs is q
+    assert torch.equal(q.s, whole[layer].a_bar.cos())
+    assert_close(q.A_s, whole[layer].A @ q.s, 1e-13)
+    late.clear()
+    assert not hasattr(layer.weight, "kbfgs")
+
+
 def test_accumulation_merges_calls_and_passes_alike() -> None:
     layer: Any = extend(nn.Linear(4, 4, dtype=F64))
     x = torch.randn(6, 4, dtype=F64)

@@ -89,6 +89,20 @@ def test_a_hook_that_changes_the_output(kind: str, prepend: bool, order: Any, ch
     check(moments[layer], layer, x)
 
 
+@prepended
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which the compiler looks at
+def test_and_where_the_layer_is_compiled(prepend: bool) -> None:
+    layer, x = layer_and_input("linear")
+    extend(layer).register_forward_hook(lambda module, args, out: 10 * out, prepend=prepend)
+    compiled = torch.compile(nn.Sequential(layer, nn.Tanh()), backend="eager")
+    for _ in range(2):
+        moments = KBFGSQuantities("sum")
+        layer.zero_grad()
+        with backpack(moments):
+            compiled(x).sum().backward()
+        check(moments[layer], layer, x)
+
+
 @kinds
 @prepended
 @orders

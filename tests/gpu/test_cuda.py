@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from kfqn_ext import KBFGS, KFAC, InputGram, KBFGSQuantities, Minibatch, extend
+from kfqn_ext.linalg import bfgs_update_
 from tests.optim.family import FAMILY, OPTIONS, rows, varied
 
 pytestmark = pytest.mark.gpu
@@ -72,6 +73,14 @@ def test_ten_steps_equal_those_on_the_cpu(name: str) -> None:
         parameters.append([p.detach().cpu() for p in model.parameters()])
     for cpu, gpu in zip(*parameters, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=1e-8, atol=1e-10)
+
+
+def test_an_update_leaves_H_symmetric_to_the_last_bit() -> None:
+    for d in (1, 5, 17, 33, 64, 100, 257):
+        s, root = torch.randn(3, d, device="cuda"), torch.randn(3, d, d, device="cuda")
+        H = torch.eye(d, device="cuda").repeat(3, 1, 1)
+        assert bfgs_update_(H, s, s + 0.1 * (root @ (root.mT @ s.unsqueeze(-1))).squeeze(-1)).all()
+        assert torch.equal(H, H.mT)
 
 
 def test_kfac_lowers_the_loss() -> None:

@@ -175,3 +175,91 @@ def test_raw_float32_run_ends_near_the_true_inverse() -> None:
         s = torch.randn(D)
         bfgs_update_(H, s, B @ s)
     assert_close(H @ B, torch.eye(D), 1e-3)
+
+
+# ------------------------------------------------------------------ symmetry, and definiteness where float32 ends
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_symmetric_to_the_last_bit(dtype: torch.dtype) -> None:
+    """In all sizes: kernels of products compute the borders of a matrix in another order than the rest."""
+    for d in (*range(1, 72), 100, 127, 129, 200, 257, 333):
+        for blocks in ((), (3,)) if d < 72 else ((),):
+            H, s, y = (t.to(dtype) for t in problem(d, blocks, d))
+            H = (H + H.mT).contiguous()
+            assert bfgs_update_(H, s, y).all()
+            assert torch.equal(H, H.mT), (d, blocks)
+
+
+def lost(H: Tensor) -> Tensor:
+    """Which matrices are not definite."""
+    assert torch.equal(H, H.mT)
+    return torch.linalg.eigvalsh(H.double())[:, 0] <= 0
+
+
+def drifting(d: int, condition: float, runs: int, steps: int, seed: int) -> int:
+    """Runs of H_A that end, or are at some time, indefinite: A of small batches turns, and grows and shrinks."""
+    generator, N = torch.Generator().manual_seed(seed), 64
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    roots, size = (condition * torch.logspace(0, -8, d)).sqrt(), torch.ones(runs)
+    Q, bad = torch.linalg.qr(randn(runs, d, d)).Q, torch.zeros(runs, dtype=torch.bool)
+    H = torch.eye(d).repeat(runs, 1, 1)
+    for k in range(steps):
+        turn = 0.05 * randn(runs, d, d)
+        Q = torch.linalg.qr(Q + Q @ (turn - turn.mT) / d**0.5).Q
+        size = (size * torch.exp(0.3 * randn(runs))).clamp(1e-3, 1e3)
+        a = ((randn(runs, N, d) + torch.eye(d)[0]) * roots * size.sqrt()[:, None, None]) @ Q.mT
+        s = times(H, a.mean(1))
+        bfgs_update_(H, s, times(a.mT, times(a, s)) / N + s)
+        if k % 20 == 19:
+            bad |= lost(H)
+    return int(bad.sum())
+
+
+def unrelated(d: int, decades: float, runs: int, steps: int, seed: int) -> int:
+    """Updates, each with a matrix of its own that has eigenvalues of twice so many decades, after which H is lost."""
+    generator, count = torch.Generator().manual_seed(seed), 0
+    H, bad = torch.eye(d).repeat(runs, 1, 1), torch.zeros(runs, dtype=torch.bool)
+    for _ in range(steps):
+        Q = torch.linalg.qr(torch.randn(runs, d, d, generator=generator)).Q
+        eigenvalues = 10 ** (decades * (2 * torch.rand(runs, d, generator=generator) - 1))
+        s = torch.randn(runs, d, generator=generator)
+        bfgs_update_(H, s, times(Q, eigenvalues * times(Q.mT, s)))
+        now = lost(H)
+        count += int((now & ~bad).sum())
+        bad |= now
+    return count
+
+
+@pytest.mark.parametrize("condition", [1e5, 1e6, 1e8])
+def test_drifting_inputs_leave_H_A_definite(condition: float) -> None:
+    assert drifting(33, condition, runs=50, steps=200, seed=3) == 0
+
+
+@pytest.mark.parametrize("decades", [3, 4, 5, 6])
+def test_unrelated_pairs_leave_H_definite(decades: float) -> None:
+    assert sum(unrelated(d, decades, runs=1000, steps=12, seed=d) for d in (1, 2, 4, 6, 10)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_long_runs_leave_H_definite(seed: int) -> None:
+    for d in (8, 33):
+        assert [drifting(d, c, runs=150, steps=500, seed=seed) for c in (1e4, 1e5, 1e6, 1e8)] == [0] * 4
+    for d in (1, 2, 3, 4, 6, 10):
+        assert [unrelated(d, decades, runs=5000, steps=12, seed=seed) for decades in (3, 4, 5, 6)] == [0] * 4
+
+
+@pytest.mark.parametrize("d", [1, 5])
+def test_a_much_larger_H_is_reached_in_several_updates(d: int) -> None:
+    """None of them is refused, or H would stay small for ever after one batch with a huge gradient."""
+    torch.manual_seed(0)
+    H, s = 1e-8 * torch.eye(d), torch.randn(d)
+    for _ in range(5):
+        trace = float(H.trace())
+        assert bfgs_update_(H, s, s)
+        assert float(H.trace()) <= 200 * trace
+    assert_close(times(H, s), s, 1e-5)

@@ -3,19 +3,22 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import backpack
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kfqn_ext
 from kfqn_ext.errors import MissingQuantitiesError, UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities
 from kfqn_ext.optim import KBFGS, Minibatch
 from kfqn_ext.optim.inverses import GammaInverse, MovingHessianAction, OmegaInverse
+from kfqn_ext.optim.recipe import SecondPass
 from tests.optim.family import FAMILY, Member, classes, one_per, rows
 
 each_class = pytest.mark.parametrize("name", classes())
@@ -380,3 +383,53 @@ def test_loading_the_state_of_another_model(name: str) -> None:
     _, other = make(name, 0, nn.Sequential(nn.Flatten(), nn.Linear(16, 3)))
     with unchanged(model, optimizer), pytest.raises(ValueError, match="group"):
         optimizer.load_state_dict(other.state_dict())
+
+
+# ------------------------------------------------------------------ a model that BackPACK has extended
+
+
+@each_class
+def test_a_model_that_backpack_has_extended(name: str) -> None:
+    """Its hooks would take the place of ours: said when the optimizer is built, and the way out is one."""
+    model, twin = backpack.extend(net()), net()
+    twin.load_state_dict(model.state_dict())
+    with unchanged(model), pytest.raises(ValueError, match=r"layers 0, 3\b.*kfqn_ext.unextend\(model\)"):
+        make(name, 0, model)
+    for trained in (kfqn_ext.unextend(model), twin):
+        torch.manual_seed(0)  # of targets that are sampled
+        make(name, 2, trained)
+    assert hooks(model) == hooks(twin)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@each_class
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_model_that_backpack_extends_later(name: str, steps: int, announced: bool) -> None:
+    """Before a pass, or before the step where no pass is announced."""
+    model, optimizer = make(name, steps)
+    optimizer.zero_grad()
+    backpack.extend(model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="layers 0, 3"):
+        if announced:
+            optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
+        else:
+            with nullcontext() if optimizer.recipe.second_pass is SecondPass.NONE else optimizer.first_pass():
+                F.cross_entropy(model(X), Y).backward()
+            optimizer.step()
+    assert same(model.state_dict(), before)
+    kfqn_ext.extend(kfqn_ext.unextend(model))
+    optimizer.zero_grad()
+    optimizer.step(Minibatch(model, F.cross_entropy, X, Y))
+    assert not same(model.state_dict(), before)
+
+
+def test_layers_that_are_added_later() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = KBFGS(model, model[3].parameters(), lr=0.1, damping=1.0)
+    backpack.extend(model[0].requires_grad_(True))
+    with pytest.raises(ValueError, match=r"\(layers 0\)"):
+        optimizer.add_param_group({"params": model[0].parameters()})
+    assert len(optimizer.param_groups) == 1

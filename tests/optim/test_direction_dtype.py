@@ -1,5 +1,10 @@
 """``direction_dtype``: the direction comes from rounded copies of the inverses, which themselves stay as precise."""
 
+import os
+import platform
+import subprocess
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +14,7 @@ from torch import Tensor, nn
 
 from kfqn_ext.optim import KBFGS, Minibatch
 from kfqn_ext.optim.preconditioner import block as blocks
+from kfqn_ext.optim.preconditioner import rounded
 from tests.optim.family import FAMILY, rows
 
 COMMON: dict[str, Any] = {"lr": 0.1, "damping": 1.0}
@@ -160,3 +166,74 @@ def test_training_is_as_good() -> None:
             optimizer.step(Minibatch(model, F.cross_entropy, x[part], y[part]))
         losses.append(float(F.cross_entropy(model(x), y).detach()))
     assert losses[0] < 0.5 and abs(losses[1] - losses[0]) < 0.1 * losses[0], losses
+
+
+# ------------------------------------------------------------------ devices without arithmetic for it
+
+
+@each
+def test_a_device_that_is_slower_takes_the_inverses_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said once; parameters and state are those of a run that has not asked for it, and load where it is fast."""
+    monkeypatch.setattr(rounded, "multiplies_bfloat16", lambda device: device.type != "cpu")
+    results = []
+    for dtype in (None, torch.bfloat16):
+        model = net()
+        optimizer = make(name, model, direction_dtype=dtype)
+        with pytest.warns(UserWarning, match="no arithmetic for it") if dtype else nullcontext() as said:
+            for k in range(3):
+                torch.manual_seed(k)
+                optimizer.step(batch(model, k))
+        assert said is None or sum("bfloat16" in str(w.message) for w in said) == 1
+        results.append((parameters(model), optimizer.state_dict()))
+    (exact, saved), (found, state) = results
+    assert all(torch.equal(p, q) for p, q in zip(exact, found, strict=True))
+    for key, values in saved["state"].items():
+        assert values.keys() == state["state"][key].keys()
+        assert all(torch.equal(value, state["state"][key][k]) for k, value in values.items())
+    monkeypatch.setattr(rounded, "multiplies_bfloat16", lambda device: True)
+    model = net()
+    resumed = make(name, model, direction_dtype=torch.bfloat16)
+    resumed.step(batch(model, 0))
+    resumed.load_state_dict(state)
+    assert resumed.param_groups[0]["direction_dtype"] == torch.bfloat16
+    resumed.step(batch(model, 3))
+
+
+def test_float64_inverses_are_not_rounded_to_float32_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounded, "multiplies_bfloat16", lambda device: False)
+    model = net().double()
+    optimizer = make("KBFGS", model, direction_dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="direction_dtype=None"):
+        for k in range(2):
+            minibatch = batch(model, k)
+            optimizer.step(Minibatch(model, F.cross_entropy, minibatch.x.double(), minibatch.y))
+    block = optimizer._blocks()[0]
+    view = optimizer._preconditioner._rounded.view(block.layer.weight, block.state, torch.bfloat16)
+    assert view is block.state
+
+
+ASK = """
+import time, torch
+from kfqn_ext._torch import multiplies_bfloat16
+torch.set_num_threads(1)
+times = []
+for dtype in (torch.float32, torch.bfloat16):
+    A = torch.randn(512, 512).to(dtype)
+    def product():
+        begin = time.process_time()
+        A @ A
+        return time.process_time() - begin
+    product()
+    times.append(min(product() for _ in range(5)))
+print(multiplies_bfloat16(torch.device("cpu")), times[1] < 10 * times[0])
+"""
+
+
+@pytest.mark.parametrize("instructions", ["", "AVX2"])
+def test_the_answer_is_that_of_a_clock(instructions: str) -> None:
+    """Of this processor, and of one that has no wider instructions than AVX2: 48 times as long as in float32."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
+    run = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True)
+    answer, fast = run.stdout.split()
+    assert fast == "True" or answer == "False"
+    assert not (instructions and platform.machine() == "x86_64") or answer == "False"

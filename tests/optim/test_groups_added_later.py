@@ -136,6 +136,7 @@ def test_a_head_that_is_replaced(name: str) -> None:
         if replace:
             assert all(p.grad is None and p not in optimizer.state for p in old)
             assert repr(optimizer).count("the model has it no longer") == 2
+            assert f" of {sum(p.numel() for p in model.parameters())} parameters" in repr(optimizer)
             optimizer.load_state_dict(optimizer.state_dict())
             step(model, optimizer)
         else:

@@ -143,6 +143,17 @@ def test_passes_through_checkpoints_count(reentrant: bool) -> None:
     assert_identical(trained("KBFGS", passes=passes, in_second=True), trained("KBFGS"))
 
 
+@pytest.mark.parametrize("name", ["KFAC", "KBFGS, untuned"])
+def test_of_the_passes_of_a_warm_start_those_count_too(name: str) -> None:
+    found = []
+    for passes in (backward, features_first):
+        model = net()
+        optimizer = FAMILY[name].make(model, lr=0.05, damping=0.5)
+        optimizer.warm_start([batch(0)], lambda one: passes(model, optimizer, *one), progress=False)  # noqa: B023
+        found.append(left(model, optimizer))
+    assert_identical(*found)
+
+
 # ------------------------------------------------------------------ asked for by a user
 
 

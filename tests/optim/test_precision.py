@@ -11,7 +11,8 @@ from torch import backends, nn
 
 from kfqn_ext import KBFGSQuantities, KFACFactors, extend
 from kfqn_ext.geometry import ConvGeometry
-from kfqn_ext.linalg import bfgs_update_, full_precision, precision
+from kfqn_ext.linalg import bfgs, bfgs_update_, full_precision, precision
+from kfqn_ext.linalg.padded import times_each
 from kfqn_ext.optim import Minibatch
 from kfqn_ext.optim.inverses import direct, hessian_action, secant
 from kfqn_ext.optim.inverses import lbfgs as limited
@@ -141,8 +142,11 @@ def smallest_eigenvalue() -> float:
     ("name", "bits", "definite"), [("float32", 24, True), ("TF32", 11, False), ("bfloat16", 8, False)]
 )
 def test_why(name: str, bits: int, definite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank-2 term of an update from operands that are rounded as a product in reduced precision rounds them."""
-    add_product = torch.Tensor.baddbmm_
-    monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda H, a, b: add_product(H, rounded(a, bits), rounded(b, bits)))
+    """Hy from operands that are rounded as a product in reduced precision rounds them."""
+
+    def product(matrices: list[torch.Tensor], v: torch.Tensor) -> torch.Tensor:
+        return times_each([rounded(H, bits) for H in matrices], rounded(v, bits))
+
+    monkeypatch.setattr(bfgs, "times_each", product)
     with full_precision():
         assert (smallest_eigenvalue() > 0) == definite

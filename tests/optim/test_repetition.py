@@ -400,6 +400,23 @@ def test_a_closure_with_backward_inputs(name: str) -> None:
 
 
 @each
+def test_a_closure_that_asks_for_gradients_by_weights(name: str) -> None:
+    """As GradNorm does: these are returned, and no part of the step's gradient."""
+    closure, phases = Run(name), Run(name)
+    backward = closure.loss
+
+    def loss(k: int, **how: Any) -> Tensor:
+        aside = F.cross_entropy(closure.model(data(k)[0]), data(k)[1])
+        torch.autograd.grad(aside, closure.model[1].weight)
+        return backward(k, **how)
+
+    closure.loss = loss  # type: ignore[method-assign]
+    closure.by_closure(nothing)
+    phases.in_phases(nothing)
+    same(closure.optimizer, phases.optimizer)
+
+
+@each
 def test_a_forward_pass_outside_of_the_closure(name: str) -> None:
     """Said before anything has moved."""
     model = mlp(4, 6, 3)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.curvature import exact_block
+from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.optim import KBFGS, KFAC, Minibatch
 from tests.optim.family import FAMILY, classes, rows
 
@@ -257,6 +258,16 @@ def test_a_warm_start_from_what_a_loader_gives(name: str, batch: Any) -> None:
     for layer in ("first", "second", "last"):
         one, two = (o.state[m.get_submodule(layer).weight] for o, m in ((optimizer, model), (other, twin)))
         assert one.keys() == two.keys() and all(torch.equal(value, two[key]) for key, value in one.items())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_warm_start_on_nested_tensors(layout: torch.layout) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    optimizer = KBFGS.as_printed(model, lr=0.05)
+    with pytest.raises(UnsupportedLayerError, match=r"Linear\(.*nested tensor.*to_padded_tensor"):
+        optimizer.warm_start([torch.nested.nested_tensor([A[:2], A[2:]], layout=layout)], progress=False)
+    assert not optimizer.state
 
 
 # ------------------------------------------------------------------ curvature

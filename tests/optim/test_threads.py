@@ -16,7 +16,7 @@ from kfqn_ext.extensions import KBFGSQuantities, extend, input_gradients_only
 from kfqn_ext.extensions.active import Active, active
 from kfqn_ext.optim import Minibatch
 from tests.optim.family import FAMILY, ONE_PER_CLASS
-from tests.optim.plain_loop import batch, left
+from tests.optim.plain_loop import batch, close, left
 from tests.optim.test_resume import assert_identical
 
 
@@ -71,7 +71,7 @@ class Net(nn.Module):
     def block(self, layer: nn.Module, h: Tensor) -> Tensor:
         self.meet()
         h = layer(h).tanh()
-        if h.requires_grad:
+        if h.requires_grad and not h.is_cuda:  # torch has one thread for the backward passes on a GPU
             h.register_hook(self.meet)
         return h
 
@@ -83,7 +83,7 @@ def net(seed: int, *args: Any) -> Any:
 
 def train(model: nn.Module, optimizer: Any, seed: int) -> None:
     for k in range(3):
-        x, y = batch(seed + k)
+        x, y = (value.to(next(model.parameters()).device) for value in batch(seed + k))
         if optimizer.recipe.second_pass.sampled:  # torch's random numbers are the process's: no draws of its own
             optimizer.zero_grad()
             with optimizer.first_pass():
@@ -122,6 +122,20 @@ def test_two_models_in_two_threads_train_as_alone(pair: tuple[str, str]) -> None
     for i, name in enumerate(pair):
         assert_identical(left(models[i], optimizers[i]), alone(name, 10 * i))
     assert CTX.get_active_exts() == () and active() == Active()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", [("KBFGS", "KBFGS"), ("KBFGS", "OnePassKBFGS")], ids=" and ".join)
+def test_and_on_a_gpu(pair: tuple[str, str]) -> None:
+    turns = Interleaved(2)
+    models = [net(seed, turns.meet).cuda() for seed in (0, 10)]
+    optimizers = [make(name, model) for name, model in zip(pair, models, strict=True)]
+    turns.run(*(lambda i=i: train(models[i], optimizers[i], 10 * i) for i in range(2)))
+    for i, name in enumerate(pair):
+        twin = net(10 * i, lambda *_: None).cuda()
+        optimizer = make(name, twin)
+        train(twin, optimizer, 10 * i)
+        close(left(models[i], optimizers[i]), left(twin, optimizer))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

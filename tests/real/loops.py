@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from kfqn_ext.extensions import KBFGSQuantities, KFACFactors, extend
+from kfqn_ext.extensions import KBFGSQuantities, KFACFactors, extend, unextend
 from kfqn_ext.optim import KBFGS, KBFGSL, KFAC, Minibatch
 from tests.real import watch
 
@@ -641,6 +641,35 @@ def compiled_before() -> None:
         assert {str(w.message).split()[1] for w in said} == {"0", "3", "5"}
         assert all("was not measured" in str(w.message) and "compiled before" in str(w.message) for w in said)
     finally:
+        torch._dynamo.reset()
+
+
+def written_down() -> None:
+    """torch.export, jit.trace and symbolic_trace take down the model alone; a quantized copy computes as it would."""
+
+    def programs(model: Any) -> list[Any]:
+        x = X[:2]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch announces the end of some of these
+            exported, traced = torch.export.export(model, (x,), strict=False).module(), torch.jit.trace(model, x)
+            results = [program(x) for program in (exported, traced, torch.fx.symbolic_trace(model))]
+            return [*results, torch.ao.quantization.quantize_dynamic(model.float(), {nn.Linear})(x.float())]
+
+    for found, expected in zip(programs(extend(net())), programs(net()), strict=True):
+        assert torch.equal(found, expected)
+
+
+def one_graph() -> None:
+    """What allows no break between two graphs names ``unextend``, after which it works."""
+    for compile_ in (lambda m: torch.compile(m, fullgraph=True, backend="eager"), torch.jit.script):
+        model = extend(net())
+        with warnings.catch_warnings(), pytest.raises(Exception, match=r"kfqn_ext.unextend\(model\)"):
+            warnings.simplefilter("ignore")
+            compile_(model)(X)
+        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(compile_(unextend(model))(X), net()(X))
         torch._dynamo.reset()
 
 

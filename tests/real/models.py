@@ -11,11 +11,12 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 import torchvision
 from backpack import backpack
+from backpack import extend as backpack_extend
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from kfqn_ext.errors import UnsupportedLayerError
-from kfqn_ext.extensions import KBFGSQuantities, extend
+from kfqn_ext.extensions import KBFGSQuantities, extend, unextend
 from kfqn_ext.geometry import LinearGeometry, register
 from kfqn_ext.optim import KBFGS, Minibatch
 from tests.optim.family import FAMILY, firsts
@@ -315,6 +316,40 @@ def true_number_of_locations() -> None:
 
 
 # ------------------------------------------------------------------ memory, layout, dtype
+
+
+def frozen_layer_in_a_checkpoint() -> None:
+    """Trained around, as adapters are; the forward pass outside of the context that the backward pass is in."""
+
+    def run(checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        frozen, adapter, head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def block(x: Tensor) -> Tensor:
+            return (frozen(x) + adapter(x)).tanh()
+
+        def forward(net: Any, x: Tensor) -> Tensor:
+            return head(torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if checkpointed else block(x))
+
+        model = extend(Net(forward, frozen=frozen, adapter=adapter, head=head))
+        moments, loss = KBFGSQuantities(), scalar(model(torch.randn(6, 4)))
+        with backpack(moments):
+            loss.backward()
+        assert frozen not in moments
+        return [moments[layer].dh_bar for layer in (adapter, head)]
+
+    for found, expected in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def extended_by_backpack() -> None:
+    """Its hooks take the place of ours: said at construction; ``unextend`` takes both kinds off."""
+    model = backpack_extend(nn.Sequential(nn.Linear(4, 3)))
+    with pytest.raises(ValueError, match=r"layers 0\b.*kfqn_ext.unextend\(model\)"):
+        KBFGS(model, lr=0.1, damping=0.3)
+    optimizer = KBFGS(unextend(model), lr=0.1, damping=0.3)
+    optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(6, 4), torch.arange(6) % 3))
+    assert optimizer.inverses(model[0].weight) is not None
 
 
 def checkpointing(reentrant: bool) -> Callable[[], None]:

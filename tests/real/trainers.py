@@ -45,6 +45,9 @@ def plain() -> None:
 def accelerate() -> None:
     pytest.importorskip("accelerate")
     with their_warnings():
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)  # of another loop in this process
         learned(example("accelerate_loop").main())
 
 

@@ -50,6 +50,8 @@ class Block:
 
 OTHER = "other"
 """Treatment of parameters without a Kronecker block; a recipe's rule for them has a name of its own."""
+GONE = "the model has it no longer"
+"""Reason of parameters that were the model's when they were added."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def make_plan(model: nn.Module, group_of: dict[Tensor, int], before: Mapping[Ten
         )
     layers, reasons = _find_layers(model, group_of)
     covered = {layer.bias: layer.weight for layer in layers.values() if layer.bias is not None}
-    reasons |= dict.fromkeys(gone, "the model has it no longer")
+    reasons |= dict.fromkeys(gone, GONE)
     named = {p: gone[p] if p in gone else names[p] for p in group_of}
     treatments = tuple(_treatment(name, p, layers, covered, group_of, reasons, model) for p, name in named.items())
     if not layers:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from kfqn_ext.optim.groups.plan import OTHER, Treatment
+from kfqn_ext.optim.groups.plan import GONE, OTHER, Treatment
 from kfqn_ext.optim.groups.schedules import WRITTEN, Schedule, followed
 from kfqn_ext.optim.recipe import Recipe
 
@@ -32,6 +32,6 @@ def render(
     widths = [max(len(row[i]) for row in cells) for i in range(3)]
     for row in cells:
         lines.append("  " + "  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=True)), row[3]]))
-    sizes = [(prod(r.shape), r.treatment != OTHER) for r in treatments]
+    sizes = [(prod(r.shape), r.treatment != OTHER) for r in treatments if r.reason != GONE]
     total, covered = sum(size for size, _ in sizes), sum(size for size, has_block in sizes if has_block)
     return "\n".join([*lines, f"  in blocks: {covered / total:.1%} of {total:,} parameters", ")"])

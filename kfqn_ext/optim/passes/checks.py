@@ -1,6 +1,6 @@
 """Is the step loop used as it can work? One message for each misuse: what was found, and the way out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, distributed
 from torch.optim import Optimizer
 
+from kfqn_ext.extensions import has_backpacks_hooks
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement, Results
@@ -33,6 +34,18 @@ def surroundings(optimizer: Optimizer, is_chosen: bool) -> None:
             f"wrapper, {name}(DistributedDataParallel(model)), or give it the group, {name}(model, "
             "process_group=torch.distributed.group.WORLD). If each trains a model of its own, give it a group of "
             "itself alone: process_group=torch.distributed.new_group([rank], use_local_synchronization=True)."
+        )
+
+
+def hooks(layers: Iterable[Layer], optimizer: str) -> None:
+    """Raise a ValueError where ``backpack.extend`` was called on layers, whose hooks then take the place of ours."""
+    names = [layer.name for layer in layers if has_backpacks_hooks(layer.module)]
+    if names:
+        raise ValueError(
+            f"backpack.extend was called on the model (layers {', '.join(names)}). {optimizer} needs the hooks of "
+            "kfqn_ext.extend, which give way to BackPACK's. Leave backpack.extend out: BackPACK's first-order "
+            "extensions run without. Or call kfqn_ext.unextend(model), which takes both kinds of hooks off, and then "
+            "build the optimizer; where it is built, call kfqn_ext.extend(model)."
         )
 
 

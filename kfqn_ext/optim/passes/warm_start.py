@@ -20,7 +20,7 @@ from kfqn_ext.extensions import (
     input_gradients_only,
     measuring,
 )
-from kfqn_ext.geometry import LayerGeometry, layer_input
+from kfqn_ext.geometry import LayerGeometry, layer_input, refuse_nested
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses import Measured
@@ -119,7 +119,8 @@ def _pass(
 ) -> dict[nn.Module, dict[Kind, Any]]:
     """What a forward and backward pass over one batch shows."""
     modules = [layer.module for layer in layers]
-    measurement = Measurement(dict.fromkeys(kinds, modules), reduction, Probes(A=lambda module, a_bar: None))
+    wanted, probes = dict.fromkeys(kinds, modules), Probes(A=lambda module, a_bar: None)
+    measurement = Measurement(wanted, reduction, probes, of_grad=True)
     with torch.enable_grad(), input_gradients_only(model), measuring(measurement.extensions, alone=True):
         run(batch)
     return measurement.quantities()
@@ -132,6 +133,8 @@ def _inputs(
     found: dict[nn.Module, dict[Kind, Any]] = {}
 
     def watch(layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        if output.is_nested:
+            refuse_nested(module)
         geometry = layer.geometry
         x = geometry.as_batch(layer_input(args, kwargs))
         if x.shape[0] == 0:

@@ -191,7 +191,9 @@ def _fitted(key: str, value: Tensor, p: Tensor) -> Tensor:
         dtype = working_dtype(p)
     elif value.is_floating_point():  # also of a complex parameter
         dtype = working_dtype(p).to_real()
-    return value.to(p.device, dtype, copy=True)
+    value = value.to(p.device, dtype, copy=True)
+    # An update keeps a symmetric H symmetric to the last bit; those of earlier versions were up to rounding.
+    return (value + value.mT).mul_(0.5) if key in ("H_A", "H_G") else value
 
 
 def is_fitted(state: State, p: Tensor) -> bool:

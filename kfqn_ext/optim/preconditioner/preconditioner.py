@@ -30,7 +30,7 @@ class Preconditioner:
         """Learn by a recipe, and give remarks to ``warn_once``."""
         self.recipe = recipe
         self.normalized = NormalizedLayers(recipe)
-        self._rounded = RoundedInverses()
+        self._rounded = RoundedInverses(warn_once)
         self._warn_once = warn_once
         # In a pass with sampled targets A comes from Ω.
         self._starts_from = recipe.starts_from & recipe.second if recipe.starts_in_second_pass else recipe.starts_from

@@ -1,12 +1,19 @@
 """The direction from rounded copies of the inverses: a fraction of its cost, with inverses as precise as ever."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kfqn_ext._torch import multiplies_bfloat16
 from kfqn_ext.optim.inverses import State
+
+_SLOW = (
+    "direction_dtype=torch.bfloat16: the layers' device has no arithmetic for it, and would take dozens of times as "
+    "long as in float32. Directions are computed as with direction_dtype=None, which is what to write for this device."
+)
 
 
 @dataclass(frozen=True)
@@ -24,13 +31,20 @@ class RoundedInverses:
     They are not part of the state: a checkpoint holds the inverses, and copies are made from those again.
     """
 
-    def __init__(self) -> None:
-        """Hold no copies yet."""
+    def __init__(self, warn_once: Callable[[str], None]) -> None:
+        """Hold no copies yet, and give remarks to ``warn_once``."""
+        self._warn_once = warn_once
         self._copies: dict[tuple[Tensor, str], _Copy] = {}
 
     def view(self, weight: Tensor, state: State, dtype: torch.dtype | None) -> State:
-        """A layer's state with rounded copies in place of its dense inverses; the state itself where dtype is None."""
+        """A layer's state with rounded copies in place of its dense inverses.
+
+        The state itself where dtype is None, and where the device is slower in that dtype.
+        """
         if dtype is None:
+            return state
+        if dtype == torch.bfloat16 and not multiplies_bfloat16(weight.device):
+            self._warn_once(_SLOW)
             return state
         rounded: State = {key: self._rounded(weight, key, state[key], dtype) for key in ("H_A", "H_G") if key in state}
         return {**state, **rounded}
