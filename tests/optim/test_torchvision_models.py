@@ -127,7 +127,7 @@ def test_quantities_equal_those_of_an_out_of_place_copy(name: str) -> None:
 @pytest.mark.parametrize(
     ("build", "make"),
     [
-        # At the default rate eight images are so few for this net that the last bit of H decides how far ten steps come.
+        # At the default rate, and with eight images, the last bit of H decides how far ten steps of this net come.
         (MODELS["mobilenet_v2"], partial(KBFGS, lr=0.1)),
         (MODELS["mobilenet_v2"], partial(KBFGSL, lr=0.1, history_size=3)),
         (NarrowResNet, KBFGS),
