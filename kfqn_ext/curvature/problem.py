@@ -18,6 +18,7 @@ from torch.func import functional_call
 from kfqn_ext._torch import map_leaves, uncompiled, without_checkpoints
 from kfqn_ext.calling import arguments, explained
 from kfqn_ext.errors import UnsupportedLayerError
+from kfqn_ext.extensions import has_backpacks_hooks
 from kfqn_ext.geometry import LayerGeometry, geometry_of, is_layer, layer_input, refusal
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -182,7 +183,7 @@ class LayerLoss:
         if bias is not None:
             tensors[self._path("bias")] = bias
         x = map_leaves(lambda t: t.clone() if isinstance(t, Tensor) else t, self._x)
-        with torch.random.fork_rng(devices=self._devices), self._casts_named(), without_checkpoints():
+        with torch.random.fork_rng(devices=self._devices), self._errors_explained(), without_checkpoints():
             torch.set_rng_state(self._rng[0])
             for device, state in zip(self._devices, self._rng[1], strict=True):
                 torch.cuda.set_rng_state(state, device)
@@ -196,11 +197,16 @@ class LayerLoss:
         return loss, output
 
     @contextmanager
-    def _casts_named(self) -> Iterator[None]:
-        """Explain an error about dtypes where the model is not in its own."""
+    def _errors_explained(self) -> Iterator[None]:
+        """Explain an error about dtypes where the model is not in its own, and one about hooks that BackPACK put on."""
         try:
             yield
         except RuntimeError as error:
+            if "BackwardHookFunction" in str(error) and any(map(has_backpacks_hooks, self.model.modules())):
+                raise RuntimeError(
+                    "backpack.extend was called on the model, and its hooks allow no operation in place after a layer: "
+                    f"call kfqn_ext.unextend(model), which takes them off too. {error}"
+                ) from error
             own, now, text = self.weight.dtype, self.W.dtype, str(error).lower()
             if own == now or not any(word in text for word in ("dtype", "scalar type", "double")):
                 raise

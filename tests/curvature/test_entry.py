@@ -5,11 +5,13 @@ import math
 import sys
 from typing import Any
 
+import backpack
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+import kfqn_ext
 from kfqn_ext import KBFGS, Minibatch
 from kfqn_ext.curvature import (
     curvature_ladder,
@@ -64,6 +66,33 @@ def test_curvature_does_not_depend_on_the_callers_mode(name: str, mode: Any) -> 
             found = PUBLIC[name](model, cross_entropy, x, y, "first")
             from_within = PUBLIC[name](made, cross_entropy, x.clone(), y.clone(), "first")
         assert same(found, expected) and same(from_within, expected)
+
+
+@pytest.mark.parametrize("extended_by", [kfqn_ext.extend, backpack.extend], ids=["ours", "BackPACK's"])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_hooks_change_nothing(name: str, extended_by: Any) -> None:
+    """And are there afterwards."""
+    model, x, y = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)),
+        torch.rand(N, 3),
+        torch.arange(N) % 3,
+    )
+    twin = extended_by(copy.deepcopy(model))
+    before = [(len(m._forward_hooks), len(m._backward_hooks)) for m in twin.modules()]
+    for layer in ("0", "2"):
+        found, expected = (PUBLIC[name](m, cross_entropy, x, y, layer) for m in (twin, model))
+        assert same(found, expected)
+    assert [(len(m._forward_hooks), len(m._backward_hooks)) for m in twin.modules()] == before
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_backpacks_hooks_and_operations_in_place(name: str) -> None:
+    """Such a model can't run at all; the message says who is to blame, and the way out is one."""
+    model, x, y = residual(nn.Tanh())
+    expected = PUBLIC[name](model, cross_entropy, x, y, "first")
+    with pytest.raises(RuntimeError, match=r"backpack.extend.*operation in place.*kfqn_ext.unextend\(model\)"):
+        PUBLIC[name](backpack.extend(model), cross_entropy, x, y, "first")
+    assert same(PUBLIC[name](kfqn_ext.unextend(model), cross_entropy, x, y, "first"), expected)
 
 
 class Attention(nn.Module):
