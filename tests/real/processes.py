@@ -79,6 +79,7 @@ def process(rank: int, meeting: str) -> None:
         optimizer.step(Minibatch(model, F.cross_entropy, x[shard], y[shard]))
     for p in model.parameters():
         assert torch.equal(averaged(p.detach()), p)
+    del ddp, model, optimizer  # a wrapper that outlives its group can abort the process as it ends
     distributed.barrier()
     distributed.destroy_process_group()
 
