@@ -27,9 +27,10 @@ def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tenso
     Where the pair is kept, H⁺ is as positive definite as H, and H⁺y = s; elsewhere H does not change. A pair is kept
     where :func:`kfqn_ext.linalg.pairs.unit_pair` keeps it, and where H⁺ can tell its smallest eigenvalue from its
     rounding error. Both are counted in units of H's diagonal, D, in which rounding is relative. An eigenvalue 1 of H
-    becomes 1 / (1 + yᵀDy) at least, and what is added has the norm sᵀD⁻¹s (1 + yᵀHy) at most. (Smaller eigenvalues than
-    1 can't be seen without a factorization. Millions of random updates in float32 did without.) A pair that would make
-    the trace more than a hundred times as large is shortened, H⁺y = s/τ with τ > 1: the next ones go on.
+    becomes 1 / (1 + yᵀDy) at least, and what is added has the norm sᵀD⁻¹s (1 + yᵀHy) at most. Smaller eigenvalues
+    than 1 can't be seen without a factorization: where float32 ends, one run in a thousand still loses its
+    definiteness, until a pair along which yᵀHy < 0 restores it. A pair that would make the trace more than a hundred
+    times as large is shortened, H⁺y = s/τ with τ > 1: the next ones go on.
 
     Args:
         inverses: L symmetric positive definite matrices H, [*B, d_i, d_i]. Overwritten.
@@ -46,9 +47,9 @@ def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tenso
     yHy = dot(y, Hy)
     precision = torch.finfo(s.dtype)
     shrinks = 1.0 + dot(y, y * diagonal)
-    grows = 1.0 + dot(s, s / diagonal.clamp(min=precision.tiny)) * (1.0 + yHy)
-    # A negative yᵀHy tells of an H that lost its definiteness. What is not finite compares as false.
-    usable = kept & (yHy >= 0) & (RESOLUTION * precision.eps * grows * shrinks < 1)
+    grows = 1.0 + dot(s, s / diagonal.clamp(min=precision.tiny)) * (1.0 + yHy.abs())
+    # What is not finite compares as false.
+    usable = kept & (RESOLUTION * precision.eps * grows * shrinks < 1)
     q, p = (torch.where(usable, v, 0.0) for v in rank_one_terms(s, Hy, yHy))
     sizes = [H.shape[-1] for H in inverses]
     add_terms_(inverses, unstack(q, sizes), unstack(p, sizes))
@@ -58,13 +59,16 @@ def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tenso
 def rank_one_terms(s: Tensor, Hy: Tensor, yHy: Tensor) -> tuple[Tensor, Tensor]:
     """Give q and p of an update H - q qᵀ + p pᵀ: of a pair with sᵀy = 1, or of zeros.
 
+    A negative yᵀHy tells of an H that has lost its definiteness to rounding. There s sᵀ alone is added, which brings
+    yᵀHy above zero again.
+
     Args:
         s: [*B, d].
         Hy: [*B, d].
-        yHy: yᵀHy, [*B, 1], not negative.
+        yHy: yᵀHy, [*B, 1].
     """
-    a = (1.0 + yHy).sqrt()
-    q = Hy / a
+    a = (1.0 + yHy.clamp(min=0.0)).sqrt()
+    q = torch.where(yHy >= 0, Hy / a, 0.0)
     return q, a * s - q
 
 
@@ -96,8 +100,8 @@ def bfgs_update(H: Tensor, s: Tensor, y: Tensor) -> Tensor:
     Example:
         >>> import torch
         >>> H = bfgs_update(torch.eye(2), torch.tensor([1.0, 0.0]), torch.tensor([4.0, 0.0]))
-        >>> H.round(decimals=6).tolist()
-        [[0.25, 0.0], [0.0, 1.0]]
+        >>> torch.allclose(H, torch.tensor([[0.25, 0.0], [0.0, 1.0]]))
+        True
 
     Args:
         H: Symmetric positive definite, [*B, d, d].

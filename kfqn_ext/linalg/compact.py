@@ -74,7 +74,7 @@ def dense_from_pairs(pairs: Tensor, gamma: Tensor) -> Tensor:
     S, Y = pairs.reshape(-1, *pairs.shape[-2:]).chunk(2, dim=-2)
     for s, y in zip(S.unbind(-2), Y.unbind(-2), strict=True):
         Hy = (H @ y.unsqueeze(-1)).squeeze(-1)
-        q, p = rank_one_terms(s, Hy, (y * Hy).sum(-1, keepdim=True).clamp(min=0))
+        q, p = rank_one_terms(s, Hy, (y * Hy).sum(-1, keepdim=True))
         add_terms_([H], [q], [p])
     return H.reshape(*pairs.shape[:-2], d, d)
 
