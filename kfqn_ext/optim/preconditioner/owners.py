@@ -1,6 +1,6 @@
 """Which process keeps the state of which layer, and how what follows from it reaches the others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +47,7 @@ class Owners:
         self._recipe, self.mail = recipe, mail
         self._sizes: dict[Tensor, int] = {}
         self._ranks: dict[Tensor, int] = {}
-        self._templates: dict[tuple[Tensor, torch.dtype], State] = {}
+        self._templates: dict[Hashable, State] = {}
 
     @property
     def several(self) -> bool:
@@ -92,7 +92,7 @@ class Owners:
 
     def template(self, layer: Layer) -> State:
         """The state that a layer will have, as tensors without numbers, on the device "meta"."""
-        key = layer.weight, layer.weight.dtype
+        key = layer.weight, layer.weight.dtype, layer.geometry.matrix_shape
         if key not in self._templates:
             block = blocks.without_numbers(layer)
             blocks.start_empty(block, self._recipe)
