@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -865,9 +866,9 @@ def parts_for_dcp(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def read_by_dcp(model: nn.Module, optimizer: Any, folder: str, in_one: bool) -> None:
+def read_by_dcp(model: nn.Module, optimizer: Any, folder: str, in_one: bool, **planned: bool) -> None:
     state = parts_for_dcp(model, optimizer)
-    dcp.load(state, checkpoint_id=folder, no_dist=in_one)
+    dcp.load(state, checkpoint_id=folder, no_dist=in_one, planner=DefaultLoadPlanner(**planned))
     set_model_state_dict(model, state["model"], options=FLAT)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
 
@@ -949,3 +950,40 @@ def between_other_numbers_of_ranks_through_dcp(ranks: int) -> None:
         check_shards(pair)
 
     in_a_folder_of_all(run)
+
+
+class Branches(nn.Module):
+    """Of two layers one is used, until the other is wanted too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 3)
+        self.both = False
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x)
+        return self.last(torch.tanh(hidden + self.second(x) if self.both else hidden))
+
+
+NETS["branches"] = lambda: Branches().double(), (6,)
+
+
+@case("KBFGS", "KBFGS, untuned")
+def a_layer_that_wakes_up_after_resuming(ranks: int, row: str) -> None:
+    """It has no state yet, on no rank, which a checkpoint's planner has to be told."""
+    options: dict[str, Any] = {"shard_state": True, "ddp": {"find_unused_parameters": True}}
+    pair, new = Pair.of(row, "branches", **options), Pair.of(row, "branches", **copy.deepcopy(options))
+    by_closure(pair, "branches", equal_shares(ranks), range(5))
+    new.twin, new.reference = pair.twin, pair.reference
+
+    def run(folder: str) -> None:
+        dcp.save(parts_for_dcp(pair.model, pair.optimizer), checkpoint_id=folder)
+        read_by_dcp(new.model, new.optimizer, folder, in_one=False, allow_partial_load=True)
+
+    in_a_folder_of_all(run)
+    by_closure(new, "branches", equal_shares(ranks), range(5, 7))
+    for model in (new.model.module, new.twin):
+        model.both = True
+    by_closure(new, "branches", equal_shares(ranks), range(7, STEPS))
+    check_shards(new)
