@@ -45,8 +45,8 @@ def squared_length(moves: Sequence[Move], shared: Mapping[Tensor, Layer], owners
 
 def _sum_over_owners(moves: Sequence[Move], shared: Mapping[Tensor, Layer], owners: Owners) -> Tensor:
     own, rest = ([m for m in moves if (m.parameter in shared) is sought] for sought in (True, False))
-    like = as_real(moves[0].parameter) if moves else as_real(next(iter(shared)))
-    zero = torch.zeros((), dtype=torch.float64, device=like.device)
+    device = next(iter([*shared, *(move.parameter for move in rest)])).device
+    zero = torch.zeros((), dtype=torch.float64, device=device)
     return owners.mail.total(_sum(own).to(zero) if own else zero) + (_sum(rest).to(zero) if rest else zero)
 
 

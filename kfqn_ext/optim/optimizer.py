@@ -93,7 +93,7 @@ class KroneckerOptimizer(Optimizer):
     state, with one warning.
 
     State per layer, under its weight: ``momentum`` [*B, d_out, d_in] and what the inverses keep (``H_A``, ``H_G``, …),
-    in the weight's dtype, float32 at least.
+    in the weight's dtype, float32 at least. Where another process keeps these, ``num_locations`` alone is a mark.
     """
 
     recipe: Recipe
@@ -588,7 +588,10 @@ class KroneckerOptimizer(Optimizer):
         return inverses(found[0], self.recipe) if found else None
 
     def diagnostics(self) -> list[LayerDiagnostics]:
-        """Describe the curvature of every layer: pairs kept, damped and skipped, eigenvalues, dampings."""
+        """Describe the curvature of every layer: pairs kept, damped and skipped, eigenvalues, dampings.
+
+        Of layers whose state another process keeps, nothing is known here.
+        """
         return [diagnose(block, self.recipe) for block in self._blocks()]
 
     def _start(self, blocks: Sequence[Block], results: Results, again: bool = False) -> set[Layer]:
@@ -703,7 +706,10 @@ class KroneckerOptimizer(Optimizer):
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as ``torch.optim.Optimizer`` does, with numbers of Python's: a scheduler may set NumPy's."""
+        """Return the state as ``torch.optim.Optimizer`` does, with numbers of Python's: a scheduler may set NumPy's.
+
+        With ``shard_state`` it is this process's part, for ``torch.distributed.checkpoint``; see :meth:`gather_state`.
+        """
         for group in self.param_groups:
             settle(group)
         return super().state_dict()
