@@ -576,6 +576,35 @@ def sharded_micro_batches_under_no_sync(ranks: int) -> None:
     check_shards(pair)
 
 
+OPTIONS_OF_STEPS: dict[str, dict[str, Any]] = {
+    "a rate that is a tensor, and decay": {"lr": torch.tensor([0.1], dtype=F64), "weight_decay": 0.1},
+    "rounded directions": {"direction_dtype": torch.float32},
+}
+
+
+@case(*OPTIONS_OF_STEPS)
+def sharded_with_options(ranks: int, name: str) -> None:
+    pair = Pair.of("KBFGS, untuned", "cnn", shard_state=True, **OPTIONS_OF_STEPS[name])
+    by_closure(pair, "cnn", equal_shares(ranks))
+    check_shards(pair)
+
+
+@case()
+def sharded_weights_and_biases_in_two_groups(ranks: int) -> None:
+    """One matrix, sent by its owner, with two decays."""
+    inner, twin = mlp(), mlp()
+
+    def build(given: nn.Module, model: nn.Module, **options: Any) -> Any:
+        of_shape = [[p for p in model.parameters() if (p.ndim > 1) is matrices] for matrices in (True, False)]
+        groups = [{"params": of_shape[0], "weight_decay": 0.1}, {"params": of_shape[1], "weight_decay": 0.0}]
+        return FAMILY["KBFGS"].make(given, params=groups, lr=0.1, damping=0.5, shard_state=True, **options)
+
+    model = DDP(inner)
+    pair = Pair(model, build(model, inner), twin, build(twin, twin, process_group=alone()), False)
+    by_closure(pair, "mlp", unequal_shares(ranks))
+    check_shards(pair)
+
+
 @case()
 def a_cap_on_sharded_steps(ranks: int) -> None:
     """It bounds the length of the whole step, of which each rank knows a part."""
