@@ -16,9 +16,11 @@ from kfqn_ext.optim.gate import Gate, Rate
 from kfqn_ext.optim.groups.plan import Layer, Plan, working_dtype
 from kfqn_ext.optim.inverses import State
 from kfqn_ext.optim.lengths import Step, StepLength
+from kfqn_ext.optim.moves import Move, apply, from_owners, shortening, squared_length
 from kfqn_ext.optim.numbers import as_real
 from kfqn_ext.optim.others import Other, Others
-from kfqn_ext.optim.preconditioner.block import kin, momentum
+from kfqn_ext.optim.preconditioner.block import is_elsewhere, is_started, kin, momentum
+from kfqn_ext.optim.preconditioner.owners import Owners
 from kfqn_ext.optim.recipe import Recipe
 
 Group = dict[str, Any]
@@ -38,7 +40,8 @@ def descend(
     direction: Direction,
     grad_norms: GradNorms,
     finite: Tensor,
-    limit: Tensor | None = None,
+    limit: Tensor | None,
+    owners: Owners,
 ) -> None:
     """Move all parameters that have a gradient: M ← βM + g, then θ ← θ - α (c p + γθ).
 
@@ -53,8 +56,9 @@ def descend(
         grad_norms: Frobenius norm of each parameter's gradient, [], where it has one.
         finite: Whether the batch is, bool []; nothing changes where it is not.
         limit: Bound on the squared length of the whole step in the preconditioned norm, []; None for none.
+        owners: Who finds the moves of layers with curvature.
     """
-    gate, shrinks = Gate(finite), _shrinks(groups)
+    gate, shrinks, shared = Gate(finite), _shrinks(groups), _shared(groups, state, plan)
     for group in groups:
         _forget(_idle_momenta(group, state, plan), gate)
         _accumulate(list(_momenta(group, state, plan)), group, gate)
@@ -66,35 +70,10 @@ def descend(
         moves += _moves_of_others(others, group, recipe.others, shrinks, gate)
     moves += _moves_of_layers(ready, recipe.length, shrinks, gate)
     if limit is not None:
-        shorten = _shortening(moves, limit)
+        shorten = shortening(squared_length(moves, shared, owners), limit)
         moves = [replace(move, rate=move.rate * shorten) for move in moves]
-    for move in moves:
-        _apply(move, gate)
-
-
-@dataclass(frozen=True)
-class Move:
-    """A parameter's step θ ← δ θ - r p.
-
-    Attributes:
-        p: The parameter θ, or a view of its real and imaginary parts.
-        direction: p, shaped like θ.
-        momentum: M, shaped like θ.
-        rate: r.
-        lr: α, or what r is where the length of a layer's step is set.
-        shrink: δ = 1 - αγ.
-    """
-
-    p: Tensor
-    direction: Tensor
-    momentum: Tensor
-    rate: Rate
-    lr: Rate
-    shrink: Rate
-
-    def squared_length(self) -> Tensor:
-        """α r ⟨p, M⟩: with r p = α H M, the step's squared length α² ⟨M, H M⟩ in the norm of H⁻¹."""
-        return (self.direction.flatten() * self.momentum.reshape(-1)).sum() * self.rate * self.lr
+    for move in from_owners(moves, shared, owners, shrinks, gate):
+        apply(move, gate)
 
 
 # ------------------------------------------------------------------ which momentum is whose
@@ -104,19 +83,20 @@ def _momenta(group: Group, state: Mapping[Tensor, State], plan: Plan) -> Iterato
     """Each gradient of a group, after the part of the momentum that it belongs to."""
     for p in group["params"]:
         layer = plan.layers.get(p)
-        if layer is not None and _has_gradient(layer):
+        if layer is None:
+            if p not in plan.covered and p.grad is not None:
+                yield as_real(_momentum_of(p, state[p])), as_real(p.grad)
+        elif _moves_here(layer, state):
             for q, part in _moving_parts(layer, momentum(layer, state[p])):
                 assert q.grad is not None
                 yield part, q.grad
-        elif p not in plan.covered and p.grad is not None:
-            yield as_real(_momentum_of(p, state[p])), as_real(p.grad)
 
 
 def _idle_momenta(group: Group, state: Mapping[Tensor, State], plan: Plan) -> Iterator[Tensor]:
     """Parts of a group's momenta whose parameter has no gradient, though its layer has one."""
     for p in group["params"]:
         layer = plan.layers.get(p)
-        if layer is not None and _has_gradient(layer):
+        if layer is not None and _moves_here(layer, state):
             yield from (part for q, part in _parts(layer, momentum(layer, state[p])) if q.grad is None)
 
 
@@ -127,8 +107,20 @@ def _momentum_of(p: Tensor, state: State) -> Tensor:
     return state["momentum"]
 
 
-def _has_gradient(layer: Layer) -> bool:
-    return layer.weight.grad is not None or (layer.bias is not None and layer.bias.grad is not None)
+def _moves_here(layer: Layer, state: Mapping[Tensor, State]) -> bool:
+    """Whether a layer has a gradient, and this process its momentum."""
+    return bool(_moving(layer)) and not is_elsewhere(state.get(layer.weight, {}))
+
+
+def _shared(groups: Sequence[Group], state: Mapping[Tensor, State], plan: Plan) -> dict[Tensor, Layer]:
+    """Parameters with a gradient whose layer has curvature, which its owner alone may keep."""
+    blocks = [block for block in plan.blocks(groups, state) if is_started(block)]
+    return {p: block.layer for block in blocks for p in _moving(block.layer)}
+
+
+def _moving(layer: Layer) -> list[Tensor]:
+    """Parameters of a layer that have a gradient."""
+    return [p for p in (layer.weight, layer.bias) if p is not None and p.grad is not None]
 
 
 def _moving_parts(layer: Layer, W: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -199,7 +191,10 @@ def _apart(
     layers, others = [], []
     for p in group["params"]:
         layer = plan.layers.get(p)
-        if layer is not None and _has_gradient(layer):
+        if layer is None:
+            if p not in plan.covered and p.grad is not None:
+                others.append(Other(p, as_real(_momentum_of(p, state[p])), state[p]))
+        elif _moves_here(layer, state):
             M = momentum(layer, state[p])
             P = direction(layer, group, M)
             if P is None:
@@ -210,8 +205,9 @@ def _apart(
                     rule.forget(state.get(q, {}))
                 norms = [grad_norms[q] for q in parts]
                 layers.append(_Ready(layer, group, Step(P, M, norms, group["momentum"], state[p])))
-        elif p not in plan.covered and p.grad is not None:
-            others.append(Other(p, as_real(_momentum_of(p, state[p])), state[p]))
+        else:
+            for q in _moving(layer):
+                rule.forget(state.get(q, {}))
     return layers, others
 
 
@@ -229,7 +225,7 @@ def _moves_of_others(
     """Moves of a group's parameters that have no block, or whose layer has no curvature."""
     lr, rate = group["lr"], rule.rate(group["lr"], group["damping"])
     for other, direction in zip(others, rule.directions(others, group, gate), strict=True):
-        yield Move(as_real(other.p), direction, other.momentum, rate, lr, shrinks[other.p])
+        yield Move(other.p, direction, other.momentum, rate, lr, shrinks[other.p])
 
 
 def _moves_of_layers(ready: Sequence[_Ready], rule: StepLength, shrinks: Shrinks, gate: Gate) -> Iterator[Move]:
@@ -248,18 +244,3 @@ def _moves_of_layer(one: _Ready, rate: Rate, shrinks: Shrinks) -> Iterator[Move]
     parts = zip(_moving_parts(one.layer, one.step.direction), _moving_parts(one.layer, one.step.momentum), strict=True)
     for (p, part), (_, M) in parts:
         yield Move(p, part, M, rate, rate, shrinks[p])
-
-
-def _shortening(moves: Sequence[Move], limit: Tensor) -> Tensor:
-    """ν ≤ 1 with ν² Σ α r ⟨p, M⟩ ≤ a limit, []."""
-    square = torch.stack([move.squared_length() for move in moves]).sum()
-    return (limit.to(square) / square.clamp(min=torch.finfo(square.dtype).tiny)).sqrt().clamp(max=1.0)
-
-
-def _apply(move: Move, gate: Gate) -> None:
-    """Take a move, unless the batch is not finite."""
-    p = move.p
-    if isinstance(move.shrink, Tensor) or move.shrink != 1.0:
-        p.mul_(gate.choose(move.shrink, 1.0, p))
-    # A direction comes from M, which is finite whatever the batch was: a rate of zero leaves p alone.
-    p.addcmul_(move.direction, gate.choose(move.rate, 0.0, move.direction), value=-1.0)

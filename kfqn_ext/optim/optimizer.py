@@ -27,13 +27,14 @@ from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
 from kfqn_ext.optim.passes.passes import Passes
-from kfqn_ext.optim.passes.ranks import ranks_of
+from kfqn_ext.optim.passes.ranks import OneProcess, ranks_of
 from kfqn_ext.optim.passes.snapshot import left_as_it_was
 from kfqn_ext.optim.preconditioner import checkpoint
-from kfqn_ext.optim.preconditioner.block import empty_other, is_empty, is_started, start_empty
+from kfqn_ext.optim.preconditioner.block import empty_other, is_empty, is_started, leave_to_another, start_empty
 from kfqn_ext.optim.preconditioner.diagnostics import LayerDiagnostics, diagnose
 from kfqn_ext.optim.preconditioner.normalized import Normalizers
 from kfqn_ext.optim.preconditioner.operators import inverses
+from kfqn_ext.optim.preconditioner.owners import Owners
 from kfqn_ext.optim.preconditioner.preconditioner import Preconditioner
 from kfqn_ext.optim.recipe import Recipe, SecondPass
 
@@ -92,7 +93,7 @@ class KroneckerOptimizer(Optimizer):
     state, with one warning.
 
     State per layer, under its weight: ``momentum`` [*B, d_out, d_in] and what the inverses keep (``H_A``, ``H_G``, …),
-    in the weight's dtype, float32 at least.
+    in the weight's dtype, float32 at least. Where another process keeps these, ``num_locations`` alone is a mark.
     """
 
     recipe: Recipe
@@ -141,10 +142,12 @@ class KroneckerOptimizer(Optimizer):
             reduction: "mean" or "sum": what the loss does over the data of a batch.
             process_group: The processes that train copies of the model together, where ``model`` is no
                 ``DistributedDataParallel`` and holds none; a group of one for a training of its own.
+            shard_state: Divide the state among these processes: each layer has an owner, which alone keeps H_A, H_G and
+                momentum, and learns. All get its step, as long as the gradient. A single process owns everything.
 
         Raises:
             ValueError: If a hyperparameter is out of range, or weight and bias of a layer are in two groups that differ
-                in more than ``weight_decay``.
+                in more than ``weight_decay``, or this recipe can't share its state.
             UnsupportedLayerError: If the model has no layer with a Kronecker block.
             TypeError: If the model is none, or ``params`` are no parameters.
         """
@@ -154,6 +157,9 @@ class KroneckerOptimizer(Optimizer):
         reduction = options["reduction"]
         model, ranks = ranks_of(model, options["process_group"])
         checks.options(step_cap, fraction, recipe)
+        owners = Owners(recipe, ranks if options["shard_state"] else OneProcess())
+        if owners.several:
+            checks.can_be_sharded(recipe, type(self).__name__)
         KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
         defaults = {
             "lr": lr,
@@ -175,7 +181,7 @@ class KroneckerOptimizer(Optimizer):
         self._bad_batches = LateWarning("A batch had a gradient, or a loss, that is not finite; it changed nothing.")
         self._bad_second_passes = LateWarning("A second pass was not finite; nothing was learned from it.")
         self._passes = Passes(model, recipe, reduction, fraction, ranks)
-        self._preconditioner = Preconditioner(recipe, self._warn_once)
+        self._preconditioner = Preconditioner(recipe, self._warn_once, owners)
         self._schedules = [take_schedules(group, 0) for group in self.param_groups]
         for group in self.param_groups:
             check_group(group)
@@ -269,7 +275,10 @@ class KroneckerOptimizer(Optimizer):
             self._preconditioner.update_inverses(inverting)  # line_11 of algo_1
         # M ← βM + ∂W; p = H_G M H_A; W ← W - α p, line_14
         plan, limit = self._planned, self._limit(it)
-        descend(self.param_groups, self.state, plan, self.recipe, self._direction, grad_norms, finite, limit)
+        learner = self._preconditioner
+        descend(
+            self.param_groups, self.state, plan, self.recipe, self._direction, grad_norms, finite, limit, learner.owners
+        )
         if it is not None:
             it.finite, it.inverting = finite, [b.layer for b in inverting]
         if not samples_first:
@@ -287,7 +296,7 @@ class KroneckerOptimizer(Optimizer):
         ranks = self._passes.ranks
         if it.first:
             ranks.check_gradient(torch.linalg.vector_norm(torch.stack([n.double() for n in grad_norms.values()])))
-        it.first, it.normalizers = self._passes.pool_first(it.first, self._probe_A, it.normalizers)
+        it.first, it.normalizers = self._passes.pool_first(it.first, self._directions_A, it.normalizers)
         it.loss = None if it.loss is None else ranks.mean(it.loss)
 
     def _ready(self) -> Iteration | None:
@@ -383,11 +392,11 @@ class KroneckerOptimizer(Optimizer):
         self._begin()
         trained, due, fresh = self._trained()
         learner, fraction = self._preconditioner, self._passes.fraction
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = self._parameters()
         wanted, probes = learner.wanted_first(due, fresh), Probes(self._probe_A, self._probe_G, keep_inputs)
         with (
             self._passes.first(wanted, probes, parameters, loss_scale, may_repeat=bool(due or fresh)) as first,
-            learner.normalized.look(self._model, [b.layer.module for b in due]) as normalizers,
+            learner.normalized.look(self._model, due) as normalizers,
         ):
             yield
         now = {SecondPass.SAMPLED_BEFORE_STEP: [*due, *fresh], SecondPass.SAMPLED_AFTER_STEP: fresh}
@@ -416,6 +425,11 @@ class KroneckerOptimizer(Optimizer):
     def _probe_A(self, module: nn.Module, a_bar: Tensor) -> Tensor | None:
         weight: Any = module.weight
         return self._preconditioner.probe_A(self.state.get(weight, {}), a_bar)
+
+    def _directions_A(self, a_bars: Mapping[nn.Module, Tensor]) -> dict[nn.Module, Tensor | None]:
+        blocks = {block.layer.module: block for block in self._blocks()}
+        found = self._preconditioner.directions_A([(blocks[module], a_bar) for module, a_bar in a_bars.items()])
+        return dict(zip(a_bars, found, strict=True))
 
     def _probe_G(self, module: nn.Module) -> tuple[Tensor, Tensor] | None:
         weight: Any = module.weight
@@ -571,12 +585,15 @@ class KroneckerOptimizer(Optimizer):
     # ------------------------------------------------------------------ curvature, as it is held
 
     def inverses(self, weight: Tensor) -> Inverses | None:
-        """H_A and H_G of the layer with this weight, to be multiplied with; None where there are none (yet)."""
+        """H_A and H_G of the layer with this weight, to be multiplied with; None where this process has none (yet)."""
         found = [b for b in self._blocks() if b.layer.weight is weight]
         return inverses(found[0], self.recipe) if found else None
 
     def diagnostics(self) -> list[LayerDiagnostics]:
-        """Describe the curvature of every layer: pairs kept, damped and skipped, eigenvalues, dampings."""
+        """Describe the curvature of every layer: pairs kept, damped and skipped, eigenvalues, dampings.
+
+        Of layers whose state another process keeps, nothing is known here.
+        """
         return [diagnose(block, self.recipe) for block in self._blocks()]
 
     def _start(self, blocks: Sequence[Block], results: Results, again: bool = False) -> set[Layer]:
@@ -666,6 +683,7 @@ class KroneckerOptimizer(Optimizer):
         plan = make_plan(self._model, group_of, None if self._plan is None else self._plan.names)
         check_split(self.param_groups, plan.split)
         checks.hooks(plan.layers.values(), type(self).__name__)
+        self._preconditioner.owners.assign(plan.layers)
         return plan
 
     @property
@@ -680,7 +698,8 @@ class KroneckerOptimizer(Optimizer):
     def __repr__(self) -> str:
         """Describe the hyperparameters and the treatment of every parameter."""
         treatments = self._planned.treatments
-        return render(type(self).__name__, self.param_groups, self._schedules, treatments, self.recipe)
+        share = self._preconditioner.owners.share(self._planned.layers)
+        return render(type(self).__name__, self.param_groups, self._schedules, treatments, self.recipe, share)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -690,10 +709,34 @@ class KroneckerOptimizer(Optimizer):
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as ``torch.optim.Optimizer`` does, with numbers of Python's: a scheduler may set NumPy's."""
+        """Return the state as ``torch.optim.Optimizer`` does, with numbers of Python's: a scheduler may set NumPy's.
+
+        With ``shard_state`` it is this process's part, for ``torch.distributed.checkpoint``; see :meth:`gather_state`.
+        """
         for group in self.param_groups:
             settle(group)
         return super().state_dict()
+
+    def gather_state(self, rank: int = 0) -> dict[str, Any] | None:
+        """Return on one process what ``state_dict`` of a single process would be; a collective, which all call.
+
+        With ``shard_state``, ``state_dict`` is a process's own part. This loads everywhere: in one process, in copies,
+        and in any number of processes that share it.
+
+        Args:
+            rank: Of the process, within its group. It needs memory for the whole; what others keep comes to its CPU.
+
+        Returns:
+            The state there, and None in all others.
+        """
+        state_dict, owners = self.state_dict(), self._preconditioner.owners
+        parts = owners.mail.gathered(checkpoint.owned_part(state_dict, self._parameters(), self._planned, owners), rank)
+        if parts is None or self._passes.ranks.rank != rank:
+            return None
+        state = state_dict["state"]
+        for part in parts:
+            state |= part
+        return {**state_dict, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, as precisely as the state of these parameters is kept.
@@ -702,7 +745,8 @@ class KroneckerOptimizer(Optimizer):
         has the names of its parameters, they say whose it is; else their order does, as in torch.
 
         Raises:
-            ValueError: If the state is of another kind of optimizer, another version's, or another model's.
+            ValueError: If the state is of another kind of optimizer, another version's, or another model's; or one
+                process's part of a sharded state, which lacks what this process is to keep.
         """
         loadable: dict[str, Any] = {}
 
@@ -722,19 +766,21 @@ class KroneckerOptimizer(Optimizer):
     def _loadable(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """A state dictionary in the words of this version, and in the order of these groups; raise where it is none."""
         state_dict = checkpoint.migrated(given, self.defaults)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        checkpoint.check_layout(state_dict, self.recipe, type(self).__name__)
+        parameters, name, owners = self._parameters(), type(self).__name__, self._preconditioner.owners
+        checkpoint.check_layout(state_dict, self.recipe, name)
         state_dict = checkpoint.in_order(state_dict, self.param_groups, self._planned.names)
         checkpoint.check_shapes(state_dict, parameters, self._planned, self.recipe)
-        return state_dict
+        return checkpoint.part_of(state_dict, parameters, self._planned, owners, name)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _take_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the state that torch has cast by the saved one, fitted to its parameters."""
         self._state_is_empty = False
         self._passes.listening.forget()
         self._passes.ranks.check_again()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for saved_id, p in zip(checkpoint.saved_ids(state_dict), parameters, strict=True):
+        for saved_id, p in zip(checkpoint.saved_ids(state_dict), self._parameters(), strict=True):
             if p not in self.state:
                 continue
             saved = state_dict["state"][saved_id]
@@ -762,9 +808,12 @@ class KroneckerOptimizer(Optimizer):
     def _make_empty_state(self) -> None:
         self._state_is_empty = True
         for block in self._blocks():
-            start_empty(block, self.recipe)
+            if self._preconditioner.owners.owns(block.layer):
+                start_empty(block, self.recipe)
+            else:
+                leave_to_another(block.state, 0.0)
             self.state[block.layer.weight] = block.state
-        for p in [p for group in self.param_groups for p in group["params"] if p not in self.state]:
+        for p in [p for p in self._parameters() if p not in self.state]:
             self.state[p] = {} if p in self._planned.covered else empty_other(p, self.recipe)
 
     def _forget_empty_state(self) -> None:

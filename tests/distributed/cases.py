@@ -3,6 +3,8 @@
 import copy
 import io
 import math
+import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,8 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfqn_ext.optim import KBFGS, Minibatch
@@ -186,6 +197,14 @@ def plain(pair: Pair, net: str, sizes: Sizes) -> None:
         scaled_loss(sizes)(pair.model(share(x, sizes)), share(y, sizes)).backward()
         pair.optimizer.step()
         pair.optimizer.zero_grad()
+
+
+def same(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:
+    got, want = got.detach(), want.detach()
+    assert got.shape == want.shape and got.dtype == want.dtype
+    if want.numel():
+        apart = float((got - want).abs().max()) / max(float(want.abs().max()), 1e-30)
+        assert apart <= tolerance, apart
 
 
 CASES: dict[str, Callable[[int], None]] = {}
@@ -504,3 +523,496 @@ def saved_by_several_and_loaded_by_one(ranks: int) -> None:
     pair.reference.load_state_dict(state)
     by_closure(pair, "mlp", equal_shares(ranks), range(5, STEPS))
     pair.check()
+
+
+# ------------------------------------------------------------------ state that is divided among ranks
+
+SHARDED = (
+    "KBFGS", "KBFGSL", "KBFGS20", "KFAC", "KFAC as printed", "KBFGS, untuned", "KFAC, untuned", "L-BFGS for both",
+    "one pass", "trace split",
+)  # fmt: skip
+
+
+def is_mark(state: dict[str, Tensor]) -> bool:
+    """What a rank keeps of a layer that another one owns."""
+    return set(state) == {"num_locations"}
+
+
+def parameters(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def check_shards(pair: Pair, tolerance: float = TOLERANCE) -> None:
+    """Parameters beside those of one process; each state beside one of its states, on exactly one rank."""
+    layers = {p: layer for layer in pair.optimizer._planned.layers.values() for p in (layer.weight, layer.bias)}
+    twins = list(zip(parameters(pair.optimizer), parameters(pair.reference), strict=True))
+    elsewhere = {p for p, _ in twins if p in layers and is_mark(pair.optimizer.state[layers[p].weight])}
+    kept = torch.tensor([p not in elsewhere for p, _ in twins if p in layers], dtype=torch.int64)
+    dist.all_reduce(kept)  # before anything here can fail on one rank alone
+    assert bool((kept == 1).all()), kept
+    for p, twin in twins:
+        same(p, twin, tolerance)
+        state, want = pair.optimizer.state.get(p, {}), pair.reference.state.get(twin, {})
+        if p not in elsewhere:
+            assert set(state) == set(want)
+            for key in want:
+                same(state[key], want[key], tolerance)
+        elif is_mark(state):
+            same(state["num_locations"], want["num_locations"])
+
+
+@case(*((row, net) for row in SHARDED for net in ("mlp", "cnn")))
+def sharded(ranks: int, which: tuple[str, str]) -> None:
+    pair = Pair.of(which[0], which[1], T=2, shard_state=True)
+    by_closure(pair, which[1], unequal_shares(ranks))
+    check_shards(pair)
+
+
+@case()
+def sharded_micro_batches_under_no_sync(ranks: int) -> None:
+    pair = Pair.of("KBFGS", "cnn", shard_state=True, weight_decay=0.1)
+    in_phases(pair, "cnn", equal_shares(ranks), micro=4)
+    reference_steps(pair, "cnn")
+    check_shards(pair)
+
+
+OPTIONS_OF_STEPS: dict[str, dict[str, Any]] = {
+    "a rate that is a tensor, and decay": {"lr": torch.tensor([0.1], dtype=F64), "weight_decay": 0.1},
+    "rounded directions": {"direction_dtype": torch.float32},
+}
+
+
+@case(*OPTIONS_OF_STEPS)
+def sharded_with_options(ranks: int, name: str) -> None:
+    pair = Pair.of("KBFGS, untuned", "cnn", shard_state=True, **OPTIONS_OF_STEPS[name])
+    by_closure(pair, "cnn", equal_shares(ranks))
+    check_shards(pair)
+
+
+@case()
+def sharded_weights_and_biases_in_two_groups(ranks: int) -> None:
+    """One matrix, sent by its owner, with two decays."""
+    inner, twin = mlp(), mlp()
+
+    def build(given: nn.Module, model: nn.Module, **options: Any) -> Any:
+        of_shape = [[p for p in model.parameters() if (p.ndim > 1) is matrices] for matrices in (True, False)]
+        groups = [{"params": of_shape[0], "weight_decay": 0.1}, {"params": of_shape[1], "weight_decay": 0.0}]
+        return FAMILY["KBFGS"].make(given, params=groups, lr=0.1, damping=0.5, shard_state=True, **options)
+
+    model = DDP(inner)
+    pair = Pair(model, build(model, inner), twin, build(twin, twin, process_group=alone()), False)
+    by_closure(pair, "mlp", unequal_shares(ranks))
+    check_shards(pair)
+
+
+@case()
+def a_cap_on_sharded_steps(ranks: int) -> None:
+    """It bounds the length of the whole step, of which each rank knows a part."""
+    pair = Pair.of("KBFGS", "mlp", step_cap=1e-3, shard_state=True)
+    by_closure(pair, "mlp", equal_shares(ranks))
+    check_shards(pair)
+
+
+@case("KBFGS", "KFAC")
+def sharded_warm_start(ranks: int, row: str) -> None:
+    pair, sizes = Pair.of(row, "mlp", shard_state=True), equal_shares(ranks)
+    x, y = data("mlp", 100)
+
+    def sampled(model: nn.Module) -> Any:
+        return None if row == "KBFGS" else lambda b: F.cross_entropy(model(b[0]), second_best(model(b[0]))).backward()
+
+    for _ in range(2):  # the second one makes it anew
+        loader = [(share(x, sizes), share(y, sizes))]
+        pair.optimizer.warm_start(loader, forward=sampled(pair.model.module), progress=False)
+        pair.reference.warm_start([(x, y)], forward=sampled(pair.twin), progress=False)
+        by_closure(pair, "mlp", equal_shares(ranks), range(3))
+    check_shards(pair)
+
+
+@case("KBFGS", "KBFGS, untuned", "KFAC, untuned")
+def sharded_copies_are_equal_to_the_last_bit(ranks: int, row: str) -> None:
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.LayerNorm(9), nn.Linear(9, 3)))
+    optimizer, member = FAMILY[row].make(model, lr=0.05, damping=0.5, T=2, shard_state=True), FAMILY[row]
+    torch.manual_seed(dist.get_rank())
+    for _ in range(50):
+        x = torch.randn(8, 6)
+        optimizer.step(
+            Minibatch(model, F.cross_entropy, x, torch.arange(8) % 3, second_best if member.samples else None)
+        )
+    for p in model.parameters():
+        mine = p.detach()
+        others = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(others, mine)
+        assert all(torch.equal(mine, other) for other in others)
+
+
+@case("KBFGS", "KBFGS, untuned")
+def sharded_before_a_normalization(ranks: int, row: str) -> None:
+    """H_G that has learned, while the normalization took its running mean, is known to its owner alone."""
+    pair = Pair.of(row, "norm", shard_state=True)
+    pair.model.module[1].group = dist.group.WORLD
+    by_closure(pair, "norm", equal_shares(ranks), range(3))
+    known = [optimizer._preconditioner.normalized.known for optimizer in (pair.optimizer, pair.reference)]
+    assert [len(layers) for layers in known] == [1, 1]
+    by_closure(pair, "norm", equal_shares(ranks), range(3, STEPS))
+    check_shards(pair, 1e-9)
+
+
+class Shift(nn.BatchNorm2d):
+    """A normalization that starts to remove shifts at its third pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.momentum == 0 else x - x.mean((0, 2, 3), keepdim=True)
+
+
+@case()
+def sharded_before_what_becomes_a_normalization(ranks: int) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Identity(), nn.Conv2d(2, 4, 3), Shift(4, momentum=0), nn.Tanh(), nn.Conv2d(4, 3, 3), nn.Flatten()
+        return nn.Sequential(*layers, nn.Linear(48, 3)).double()
+
+    model = DDP(build(), find_unused_parameters=True)
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=0.5, curvature_update_freq=1, shard_state=True)
+    for k in range(9):
+        model.module[2].momentum = 0 if k < 3 else 0.1
+        x, y = data("norm", 10 * k + dist.get_rank())
+        optimizer.step(Minibatch(model, F.cross_entropy, x, y))
+    counts = torch.tensor([len(optimizer._preconditioner.normalized.known)])
+    others = [torch.empty_like(counts) for _ in range(ranks)]
+    dist.all_gather(others, counts)
+    assert [int(n) for n in others] == [0] * ranks
+
+
+@case("KBFGS", "KBFGS, untuned")
+def weights_that_are_frozen_later(ranks: int, row: str) -> None:
+    """Their biases then move along the momentum, which one rank has."""
+    pair = Pair.of(row, "mlp", shard_state=True)
+    by_closure(pair, "mlp", equal_shares(ranks), range(3))
+    for model in (pair.model.module, pair.twin):
+        model[0].weight.requires_grad_(False)
+        model[0].weight.grad = None
+    pair.model = DDP(pair.model.module)
+    by_closure(pair, "mlp", equal_shares(ranks), range(3, 6))
+    check_shards(pair)
+    for model in (pair.model.module, pair.twin):
+        model[0].weight.requires_grad_(True)
+    pair.model = DDP(pair.model.module)
+    by_closure(pair, "mlp", equal_shares(ranks), range(6, STEPS))
+    check_shards(pair)
+
+
+@case()
+def a_batch_that_is_not_finite(ranks: int) -> None:
+    """Seen on one rank: all skip it, before there is curvature and after."""
+    pair = Pair.of("KBFGS", "mlp", shard_state=True)
+    x, y = data("mlp", 0)
+    with pytest.warns(UserWarning, match="not finite"):
+        for k in range(2):
+            before = copy.deepcopy(pair.model.state_dict())
+            bad = torch.full_like(share(x, equal_shares(ranks)), math.nan if dist.get_rank() == ranks - 1 else 1.0)
+            pair.optimizer.step(Minibatch(pair.model, F.cross_entropy, bad, share(y, equal_shares(ranks))))
+            pair.reference.step(Minibatch(pair.twin, F.cross_entropy, torch.full_like(x, math.nan), y))
+            assert all(torch.equal(value, before[key]) for key, value in pair.model.state_dict().items())
+            by_closure(pair, "mlp", equal_shares(ranks), range(5 * k, 5 * k + 5))
+    check_shards(pair)
+
+
+@case()
+def sharded_layers_that_are_added_later(ranks: int) -> None:
+    """They find owners; those of others stay."""
+    pair = Pair.of("KBFGS", "mlp", shard_state=True)
+    models = (pair.model.module, pair.twin)
+    torch.manual_seed(1)
+    new = [nn.Linear(3, 3).double() for _ in models]
+    new[1].load_state_dict(new[0].state_dict())
+    by_closure(pair, "mlp", equal_shares(ranks), range(3))
+    for model, layer, optimizer in zip(models, new, (pair.optimizer, pair.reference), strict=True):
+        model.append(layer)
+        optimizer.add_param_group({"params": layer.parameters()})
+    pair.model = DDP(pair.model.module)
+    by_closure(pair, "mlp", equal_shares(ranks), range(3, STEPS))
+    check_shards(pair)
+
+
+# ------------------------------------------------------------------ what is sent and kept, where state is divided
+
+
+def kept_bytes(optimizer: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in states(optimizer))
+
+
+@case("KBFGS", "KFAC", "KBFGS, untuned")
+def steps_and_directions_are_sent_once(ranks: int, row: str) -> None:
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 40), nn.LayerNorm(40)))
+    member = FAMILY[row]
+    optimizer = member.make(model, lr=0.01, damping=1.0, T=2, shard_state=True, **member.taken(inverse_update_freq=2))
+    of_it, sent = optimizer._passes.ranks, []
+    for k in range(4):
+        before = of_it.bytes_sent, of_it.messages
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(k))
+        optimizer.step(Minibatch(model, nn.MSELoss(), x, x, (lambda output, y, g: y) if member.samples else None))
+        sent.append((of_it.bytes_sent - before[0], of_it.messages - before[1]))
+    given = torch.tensor(sent[2])
+    dist.all_reduce(given)
+    in_layers = sum(p.numel() for p in model.parameters()) - 80
+    owners = min(ranks, 2)
+    assert int(given[0]) == 4 * in_layers, (sent, in_layers)  # of all ranks together: each step once
+    assert sent[2][1] == owners, sent  # a message of each owner
+    if row != "KFAC":  # beside what pools two passes, s of each owner
+        assert sent[3][1] == 2 * owners + 3, sent
+
+
+@case("KBFGS", "KBFGSL", "KFAC")
+def state_of_a_rank(ranks: int, row: str) -> None:
+    """Of equal layers each rank has its share, as the plan says."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(31, 31) for _ in range(2 * ranks)]
+    alone_ = copy.deepcopy(nn.Sequential(*layers))
+    model, member = DDP(nn.Sequential(*layers)), FAMILY[row]
+    kept = []
+    for net, options in ((model, {"shard_state": True}), (alone_, {"process_group": alone()})):
+        optimizer = member.make(net, lr=0.01, damping=1.0, **options)
+        x = torch.randn(8, 31)
+        for _ in range(2):
+            optimizer.step(Minibatch(net, nn.MSELoss(), x, x, (lambda output, y, g: y) if member.samples else None))
+        kept.append(kept_bytes(optimizer))
+        if "shard_state" in options:
+            assert f"{1 / ranks:.1%} on the fullest of {ranks} processes" in repr(optimizer)
+    marks = 4 * (2 * ranks - 2)
+    assert (kept[0] - marks) * ranks == kept[1], kept
+
+
+@case()
+def what_a_rank_can_tell(ranks: int) -> None:
+    """Of a layer that another one owns: nothing, as before there is curvature."""
+    pair = Pair.of("KBFGS", "mlp", shard_state=True)
+    by_closure(pair, "mlp", equal_shares(ranks), range(2))
+    layers = [module for module in pair.model.module if isinstance(module, nn.Linear)]
+    for layer, told in zip(layers, pair.optimizer.diagnostics(), strict=True):
+        is_here = not is_mark(pair.optimizer.state[layer.weight])
+        assert (told.A is not None) is is_here
+        assert (pair.optimizer.inverses(layer.weight) is not None) is is_here
+
+
+@case()
+def rows_that_look_at_gamma_are_not_sharded(ranks: int) -> None:
+    with pytest.raises(ValueError, match="OnePassKBFGS looks at Γ.*FisherAction.*shard_state=False.*KBFGS"):
+        Pair.of("OnePassKBFGS", "mlp", shard_state=True)
+
+
+# ------------------------------------------------------------------ checkpoints of a divided state
+
+
+def continued(pair: Pair, model: nn.Module, optimizer: Any) -> None:
+    """Another pair's half of the way, beside the twin's."""
+    other = Pair(model, optimizer, pair.twin, pair.reference, pair.samples)
+    by_closure(other, "mlp", equal_shares(dist.get_world_size()), range(5, STEPS))
+    for p, twin in zip(parameters(optimizer), parameters(pair.reference), strict=True):
+        same(p, twin)
+
+
+ROWS_SAVED = ("KBFGS", "KBFGSL, untuned", "KFAC, untuned")
+
+
+@case(*ROWS_SAVED)
+def the_whole_state_on_one_rank(ranks: int, row: str) -> None:
+    """It is that of one process, and loads into one, into copies, and into shards again."""
+    pair = Pair.of(row, "mlp", shard_state=True)
+    by_closure(pair, "mlp", equal_shares(ranks), range(5))
+    given = [pair.optimizer.gather_state(ranks - 1)]
+    assert (given[0] is None) is (dist.get_rank() != ranks - 1)
+    dist.broadcast_object_list(given, ranks - 1)
+    (whole,) = given
+    want = pair.reference.state_dict()["state"]
+    assert {key: set(value) for key, value in whole["state"].items() if value} == {
+        key: set(value) for key, value in want.items() if value
+    }
+    for key, state in want.items():
+        for name in state:
+            same(whole["state"][key][name], state[name])
+    saved = copy.deepcopy(pair.model.module.state_dict())
+    for options in ({"shard_state": True}, {}):
+        inner = NETS["mlp"][0]()
+        inner.load_state_dict(saved)
+        model = DDP(inner)
+        optimizer = FAMILY[row].make(model, lr=0.1, damping=0.5, **options)
+        optimizer.load_state_dict(copy.deepcopy(whole))
+        twin = NETS["mlp"][0]()
+        twin.load_state_dict(saved)
+        reference = FAMILY[row].make(twin, lr=0.1, damping=0.5, process_group=alone())
+        reference.load_state_dict(copy.deepcopy(whole))
+        continued(Pair(None, None, twin, reference, pair.samples), model, optimizer)
+        if options:
+            check_shards(Pair(model, optimizer, twin, reference, pair.samples))
+
+
+@case()
+def copies_give_their_state_on_one_rank_too(ranks: int) -> None:
+    pair = Pair.of("KBFGS", "mlp")
+    by_closure(pair, "mlp", equal_shares(ranks), range(2))
+    given = pair.optimizer.gather_state()
+    assert (given is None) is (dist.get_rank() != 0)
+    assert pair.reference.gather_state() is not None or dist.get_rank() != 0
+
+
+@case()
+def a_part_is_refused(ranks: int) -> None:
+    """By one process, by copies, and by a rank that owns other layers; nothing has moved then."""
+    pair = Pair.of("KBFGS", "mlp", shard_state=True)
+    by_closure(pair, "mlp", equal_shares(ranks), range(2))
+    parts = [None] * ranks
+    dist.all_gather_object(parts, pair.optimizer.state_dict())
+    for optimizer, given in (
+        (pair.reference, parts[dist.get_rank()]),
+        (Pair.of("KBFGS", "mlp").optimizer, parts[dist.get_rank()]),
+        (pair.optimizer, parts[(dist.get_rank() + 1) % ranks]),
+    ):
+        owned = [b for b in optimizer._blocks() if optimizer._preconditioner.owners.owns(b.layer)]
+        if not owned:
+            continue
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ValueError, match=r"of [035].*torch\.distributed\.checkpoint.*gather_state"):
+            optimizer.load_state_dict(given)
+        after = optimizer.state_dict()
+        for key, state in before["state"].items():
+            assert all(torch.equal(value, after["state"][key][n]) for n, value in state.items())
+    pair.optimizer.load_state_dict(copy.deepcopy(parts[dist.get_rank()]))  # its own
+    by_closure(pair, "mlp", equal_shares(ranks), range(2, STEPS))
+    check_shards(pair)
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def parts_for_dcp(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Model and optimizer as torch.distributed.checkpoint saves them, and reads into them."""
+    return {
+        "model": get_model_state_dict(model, options=FLAT),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
+    }
+
+
+def read_by_dcp(model: nn.Module, optimizer: Any, folder: str, in_one: bool, **planned: bool) -> None:
+    state = parts_for_dcp(model, optimizer)
+    dcp.load(state, checkpoint_id=folder, no_dist=in_one, planner=DefaultLoadPlanner(**planned))
+    set_model_state_dict(model, state["model"], options=FLAT)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
+
+
+def in_a_folder_of_all(run: Callable[[str], None]) -> None:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    try:
+        run(str(folder[0]))
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(str(folder[0]))
+
+
+@case(*ROWS_SAVED)
+def parts_through_dcp(ranks: int, row: str) -> None:
+    """From shards to one process, to copies and to shards again; and from one process to shards."""
+    pair = Pair.of(row, "mlp", shard_state=True)
+    by_closure(pair, "mlp", equal_shares(ranks), range(5))
+    whole = copy.deepcopy((pair.twin.state_dict(), pair.reference.state_dict()))
+
+    def fresh(**options: Any) -> Pair:
+        """Another pair, whose twin is where the first one's was."""
+        new = Pair.of(row, "mlp", **options)
+        for p in new.model.parameters():
+            p.detach().zero_()
+        new.twin.load_state_dict(whole[0])
+        new.reference.load_state_dict(copy.deepcopy(whole[1]))
+        return new
+
+    def from_shards(folder: str) -> None:
+        dcp.save(parts_for_dcp(pair.model, pair.optimizer), checkpoint_id=folder)
+        for options in ({"shard_state": True}, {}):
+            new = fresh(**options)
+            read_by_dcp(new.model, new.optimizer, folder, in_one=False)
+            by_closure(new, "mlp", equal_shares(ranks), range(5, STEPS))
+            check_shards(new) if options else new.check()
+        model = NETS["mlp"][0]()
+        optimizer = FAMILY[row].make(model, lr=0.1, damping=0.5, process_group=alone())
+        read_by_dcp(model, optimizer, folder, in_one=True)
+        assert_equal(model, optimizer, pair.twin, pair.reference)
+
+    def from_one(folder: str) -> None:
+        if dist.get_rank() == 0:
+            dcp.save(parts_for_dcp(pair.twin, pair.reference), checkpoint_id=folder, no_dist=True)
+        dist.barrier()
+        new = fresh(shard_state=True)
+        read_by_dcp(new.model, new.optimizer, folder, in_one=False)
+        by_closure(new, "mlp", equal_shares(ranks), range(5, STEPS))
+        check_shards(new)
+
+    in_a_folder_of_all(from_shards)
+    in_a_folder_of_all(from_one)
+
+
+@case()
+def between_other_numbers_of_ranks_through_dcp(ranks: int) -> None:
+    """The second half of the ranks save, and all load."""
+    half = range(ranks // 2, ranks)
+    group = dist.new_group(half)
+    pair = Pair.of("KBFGS", "mlp", shard_state=True)
+    by_closure(pair, "mlp", equal_shares(ranks), range(5))
+    whole = pair.reference.state_dict()
+
+    def run(folder: str) -> None:
+        if dist.get_rank() in half:
+            few = NETS["mlp"][0]()
+            few.load_state_dict(pair.twin.state_dict())
+            model = DDP(few, process_group=group)
+            optimizer = KBFGS.as_printed(model, lr=0.1, damping=0.5, curvature_update_freq=1, shard_state=True)
+            optimizer.load_state_dict(copy.deepcopy(whole))
+            given = optimizer.gather_state(len(half) - 1)
+            assert (given is not None) is (dist.get_rank() == half[-1])
+            dcp.save(parts_for_dcp(model, optimizer), checkpoint_id=folder, process_group=group)
+        dist.barrier()
+        read_by_dcp(pair.model, pair.optimizer, folder, in_one=False)
+        by_closure(pair, "mlp", equal_shares(ranks), range(5, STEPS))
+        check_shards(pair)
+
+    in_a_folder_of_all(run)
+
+
+class Branches(nn.Module):
+    """Of two layers one is used, until the other is wanted too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 3)
+        self.both = False
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x)
+        return self.last(torch.tanh(hidden + self.second(x) if self.both else hidden))
+
+
+NETS["branches"] = lambda: Branches().double(), (6,)
+
+
+@case("KBFGS", "KBFGS, untuned")
+def a_layer_that_wakes_up_after_resuming(ranks: int, row: str) -> None:
+    """It has no state yet, on no rank, which a checkpoint's planner has to be told."""
+    options: dict[str, Any] = {"shard_state": True, "ddp": {"find_unused_parameters": True}}
+    pair, new = Pair.of(row, "branches", **options), Pair.of(row, "branches", **copy.deepcopy(options))
+    by_closure(pair, "branches", equal_shares(ranks), range(5))
+    new.twin, new.reference = pair.twin, pair.reference
+
+    def run(folder: str) -> None:
+        dcp.save(parts_for_dcp(pair.model, pair.optimizer), checkpoint_id=folder)
+        read_by_dcp(new.model, new.optimizer, folder, in_one=False, allow_partial_load=True)
+
+    in_a_folder_of_all(run)
+    by_closure(new, "branches", equal_shares(ranks), range(5, 7))
+    for model in (new.model.module, new.twin):
+        model.both = True
+    by_closure(new, "branches", equal_shares(ranks), range(7, STEPS))
+    check_shards(new)

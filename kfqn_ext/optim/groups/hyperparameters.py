@@ -23,6 +23,7 @@ class Shared(TypedDict, total=False):
     second_pass_fraction: float
     reduction: str
     process_group: ProcessGroup | None
+    shard_state: bool
 
 
 DEFAULTS: Shared = {
@@ -32,6 +33,7 @@ DEFAULTS: Shared = {
     "second_pass_fraction": 1.0,
     "reduction": "mean",
     "process_group": None,
+    "shard_state": False,
 }
 BY_GROUP = ("weight_decay", "direction_dtype")
 """Those that a parameter group can set."""

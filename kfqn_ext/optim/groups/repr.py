@@ -17,8 +17,12 @@ def render(
     schedules: Sequence[dict[str, Schedule]],
     treatments: Sequence[Treatment],
     recipe: Recipe,
+    share: str = "",
 ) -> str:
-    """Lay out hyperparameters by group, the treatment of every parameter, and how much of the model has a block."""
+    """Lay out hyperparameters by group, the treatment of every parameter, and how much of the model has a block.
+
+    ``share`` says where the state of layers is, where several processes share it.
+    """
     lines, other = [f"{name} ("], recipe.others.title
     hidden = (*_HIDDEN, *(() if recipe.recomputes else ("inverse_update_freq",)))
     for i, (group, functions) in enumerate(zip(groups, schedules, strict=True)):
@@ -34,4 +38,6 @@ def render(
         lines.append("  " + "  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=True)), row[3]]))
     sizes = [(prod(r.shape), r.treatment != OTHER) for r in treatments if r.reason != GONE]
     total, covered = sum(size for size, _ in sizes), sum(size for size, has_block in sizes if has_block)
-    return "\n".join([*lines, f"  in blocks: {covered / total:.1%} of {total:,} parameters", ")"])
+    lines += [f"  in blocks: {covered / total:.1%} of {total:,} parameters"]
+    lines += [f"  state of these layers: {share}"] if share else []
+    return "\n".join([*lines, ")"])

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from kfqn_ext.extensions import has_backpacks_hooks
 from kfqn_ext.optim.groups.plan import Layer
+from kfqn_ext.optim.inverses import OutputInverse
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement, Results
 from kfqn_ext.optim.recipe import Recipe, SecondPass
@@ -152,6 +153,17 @@ def options(step_cap: float | None, fraction: float, recipe: Recipe) -> None:
         raise ValueError(f"Invalid step_cap: {step_cap}. It must be positive, or None for no cap.")
     if not 0 < fraction <= 1:
         raise ValueError(f"Invalid second_pass_fraction: {fraction}. It must be in (0, 1].")
+
+
+def can_be_sharded(recipe: Recipe, name: str) -> None:
+    """Raise a ValueError where one process can't keep what others need in their backward pass."""
+    rule = type(recipe.output_inverse)
+    if rule.probe is not OutputInverse.probe:
+        raise ValueError(
+            f"shard_state=True: {name} looks at Γ during the backward pass, in directions that {rule.__name__} chooses "
+            "from state, and each process would need the state of all layers for that. Use shard_state=False, or an "
+            "optimizer that learns H_G from two passes, as KBFGS does."
+        )
 
 
 def empty_closure(gradients: GradientWatch) -> None:

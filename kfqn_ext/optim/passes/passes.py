@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfqn_ext.extensions import Probe, SingleCalls, measuring, read_inputs
+from kfqn_ext.extensions import SingleCalls, measuring, read_inputs
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses.base import Kind, Measured
 from kfqn_ext.optim.late_warning import LateWarning
@@ -15,7 +15,7 @@ from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.listening import Listening
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
-from kfqn_ext.optim.passes.ranks import OneProcess, Ranks
+from kfqn_ext.optim.passes.ranks import Directions, OneProcess, Ranks
 from kfqn_ext.optim.passes.ranks.weights import OF_A_MEAN, OF_A_SUM, OF_BATCHES
 from kfqn_ext.optim.passes.reading import Reading
 from kfqn_ext.optim.passes.replay import Replay
@@ -150,13 +150,13 @@ class Passes:
         )
 
     def pool_first(
-        self, first: Results, probe: Probe, normalizers: Normalizers | None
+        self, first: Results, directions: Directions, normalizers: Normalizers | None
     ) -> tuple[Results, Normalizers | None]:
         """What the first pass has shown on all ranks, and what one of them alone has found out, agreed on.
 
         Args:
             first: What it has shown here.
-            probe: Chooses directions for A.
+            directions: Chooses those in which A is looked at.
             normalizers: What was found to normalize a layer's output; None where nobody looked.
 
         Returns:
@@ -167,23 +167,31 @@ class Passes:
         """
         if not self.ranks.several or not first:
             return first, normalizers
-        replay, numbers = self._replay, {m: float(n) for n, m in enumerate(self._model.modules(), 1)}
-        seen = [float(any(q.num_data for q in measured)) for measured in first.values()]
-        before = [numbers[(normalizers or {})[m]] if m in (normalizers or {}) else 0.0 for m in first]
-        said: list[Any] = [float(replay.drew), float(self._has_other_rows), float(not replay.is_exact), *seen, *before]
+        replay = self._replay
+        mine = [float(replay.drew), float(self._has_other_rows), float(not replay.is_exact)]
+        said = [*mine, *self._said_of(first, normalizers or {})]
         whole, said = self.ranks.pooled(first, self._weights, said, without={"h_bar"})
         if not whole:
             raise ValueError("The batches of all ranks are empty: there is no datum to learn from. Drop empty batches.")
         (drew, rows, inexact), rest = said[:3], said[3:]
         replay.drew, self._has_other_rows, replay.is_exact = drew > 0, rows > 0, inexact == 0
-        if normalizers is not None:
-            modules, sums = list(self._model.modules()), zip(rest[: len(first)], rest[len(first) :], strict=True)
-            normalizers = {
-                module: modules[int(number / ranks) - 1]
-                for module, (ranks, number) in zip(first, sums, strict=True)
-                if ranks and number and number % ranks == 0
-            }
-        return self.ranks.probed(first, whole, probe), normalizers
+        agreed = None if normalizers is None else self._agreed(first, rest)
+        return self.ranks.probed(first, whole, directions), agreed
+
+    def _said_of(self, first: Results, normalizers: Normalizers) -> list[float]:
+        """For each layer: whether it saw data here, whether a normalization was found there, and the number of it."""
+        numbers = {module: float(n) for n, module in enumerate(self._model.modules(), 1)}
+        seen = [any(q.num_data for q in measured) for measured in first.values()]
+        found = [
+            numbers[normalizers[m]] if saw and m in normalizers else 0.0 for m, saw in zip(first, seen, strict=True)
+        ]
+        return [*map(float, seen), *(float(n > 0) for n in found), *found]
+
+    def _agreed(self, first: Results, said: Sequence[float]) -> Normalizers:
+        """The normalizations that all ranks with data of a layer have found, from the sums of what they said."""
+        modules, size = list(self._model.modules()), len(first)
+        sums = zip(first, said[:size], said[size : 2 * size], said[2 * size :], strict=True)
+        return {m: modules[round(number / ranks) - 1] for m, ranks, finders, number in sums if 0 < ranks == finders}
 
     @contextmanager
     def second(

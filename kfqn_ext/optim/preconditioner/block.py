@@ -1,7 +1,7 @@
 """The curvature of one layer's block, in its state: made once, learned from two passes, applied at every step."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ def is_started(block: Block) -> bool:
     return "num_locations" in block.state
 
 
+def is_elsewhere(state: State) -> bool:
+    """Whether a layer has curvature that another process keeps: here is |T| alone, as a mark."""
+    return "num_locations" in state and "momentum" not in state
+
+
 @full_precision()
 def start(block: Block, recipe: Recipe, measured: Measured) -> bool:
     """Make a layer's initial curvature; the one place that waits for the device, once per layer.
@@ -29,10 +34,33 @@ def start(block: Block, recipe: Recipe, measured: Measured) -> bool:
     Returns:
         False where what was measured is not finite: then nothing is made.
     """
-    if not all(bool(torch.isfinite(value).all()) for value in _tensors(measured, recipe)):
+    if not _is_finite(measured, recipe):
         return False
     _make(block, recipe, measured)
     return True
+
+
+def start_elsewhere(block: Block, recipe: Recipe, measured: Measured) -> bool:
+    """Note that another process makes a layer's initial curvature from the same measurements, and keeps it.
+
+    Returns:
+        False where what was measured is not finite, as :func:`start` does there.
+    """
+    if not _is_finite(measured, recipe):
+        return False
+    assert measured.num_locations is not None
+    leave_to_another(block.state, measured.num_locations)
+    return True
+
+
+def leave_to_another(state: State, num_locations: float) -> None:
+    """Keep the mark of a layer with curvature, and nothing else."""
+    state.clear()
+    state["num_locations"] = _on_host(num_locations)
+
+
+def _is_finite(measured: Measured, recipe: Recipe) -> bool:
+    return all(bool(torch.isfinite(value).all()) for value in _tensors(measured, recipe))
 
 
 def _tensors(measured: Measured, recipe: Recipe) -> list[Tensor]:
@@ -72,6 +100,11 @@ def start_empty(block: Block, recipe: Recipe) -> None:
     _make(block, recipe, Measured({kind: kind.blank(geometry, W) for kind in recipe.starts_from}))
     recipe.length.start(block.state, W)
     block.state["num_locations"] = _on_host(0.0)
+
+
+def without_numbers(layer: Layer) -> Block:
+    """A layer as :func:`start_empty` can fill it on the device "meta": names, shapes and dtypes cost nothing there."""
+    return Block(replace(layer, weight=layer.weight.detach().to("meta")), {"damping": 1.0}, {})
 
 
 def empty_other(p: Tensor, recipe: Recipe) -> State:

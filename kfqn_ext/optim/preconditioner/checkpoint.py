@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from kfqn_ext._torch import uncompiled_name
 from kfqn_ext.errors import listed
-from kfqn_ext.optim.groups.plan import Block, Plan, working_dtype
+from kfqn_ext.optim.groups.plan import Plan, working_dtype
 from kfqn_ext.optim.inverses import State
 from kfqn_ext.optim.preconditioner import block as blocks
+from kfqn_ext.optim.preconditioner.owners import Owners
 from kfqn_ext.optim.recipe import Recipe
 
 # Of the state: to be raised when the names or the meaning of its tensors change.
@@ -149,6 +149,44 @@ def check_shapes(state_dict: Mapping[str, Any], parameters: Iterable[Tensor], pl
         _check_shapes(state_dict["state"].get(saved_id, {}), _expected_state(p, plan, recipe), whose)
 
 
+def part_of(
+    state_dict: Mapping[str, Any], parameters: Iterable[Tensor], plan: Plan, owners: Owners, name: str
+) -> dict[str, Any]:
+    """What of a state dictionary this process keeps: of layers whose curvature others keep, a mark.
+
+    Raises:
+        ValueError: If it lacks what this process has to keep: it is another process's part.
+    """
+    state, lacking = dict(state_dict["state"]), []
+    for saved_id, p in zip(saved_ids(state_dict), parameters, strict=False):
+        saved, layer = state.get(saved_id, {}), plan.layers.get(p)
+        if layer is None or "num_locations" not in saved:
+            continue
+        if not owners.owns(layer):
+            state[saved_id] = {"num_locations": saved["num_locations"]}
+        elif blocks.is_elsewhere(saved) and not blocks.is_empty(saved):
+            lacking.append(layer.name)
+    if lacking:
+        raise ValueError(
+            f"This state is one process's part of a state that was sharded: of {listed(lacking)} it has no curvature, "
+            f"and {name} keeps theirs here. Save all parts with torch.distributed.checkpoint (DCP), which joins and "
+            "divides them for any number of processes; or save what gather_state() returns on one process."
+        )
+    return {**state_dict, "state": state}
+
+
+def owned_part(
+    state_dict: Mapping[str, Any], parameters: Iterable[Tensor], plan: Plan, owners: Owners
+) -> dict[Any, State]:
+    """The state of all parameters of layers that this process owns, by the keys of a state dictionary, on the CPU."""
+    owned = {weight for weight, layer in plan.layers.items() if owners.owns(layer)}
+    return {
+        saved_id: {key: value.cpu() for key, value in state_dict["state"][saved_id].items()}
+        for saved_id, p in zip(saved_ids(state_dict), parameters, strict=True)
+        if plan.covered.get(p, p) in owned and saved_id in state_dict["state"]
+    }
+
+
 def saved_ids(state_dict: Mapping[str, Any]) -> list[Any]:
     """The keys of a state dictionary's parameters, in their order."""
     return [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -158,10 +196,10 @@ def _expected_state(p: Tensor, plan: Plan, recipe: Recipe) -> State:
     """What the state of a parameter can hold, as tensors without numbers, on the device "meta"."""
     if plan.role(p) is None:
         return {}
-    layer, p = plan.layers.get(p), p.detach().to("meta")
+    layer = plan.layers.get(p)
     if layer is None:
-        return blocks.empty_other(p, recipe)
-    block = Block(replace(layer, weight=p), {"damping": 1.0}, {})
+        return blocks.empty_other(p.detach().to("meta"), recipe)
+    block = blocks.without_numbers(layer)
     with suppress(NotImplementedError):  # of a quantity of somebody's own, whose shapes are not known: the rest remains
         blocks.start_empty(block, recipe)
     return block.state

@@ -18,6 +18,7 @@ from kfqn_ext.extensions import KBFGSQuantities, LayerMoments
 from kfqn_ext.linalg.pairs import dot
 from kfqn_ext.optim.groups.plan import Block, Layer
 from kfqn_ext.optim.inverses import Measured
+from kfqn_ext.optim.preconditioner.block import is_started
 from kfqn_ext.optim.recipe import Recipe
 
 Results = Mapping[nn.Module, Measured]
@@ -66,16 +67,22 @@ class NormalizedLayers:
         return self._cheaper if spared and self._cheaper is not None else self._recipe
 
     @contextmanager
-    def look(self, model: nn.Module, layers: Collection[nn.Module]) -> Iterator[Normalizers | None]:
-        """Look for such layers while the body runs the model, where it is time; yield what will be found, or None."""
-        if self._known is not None or not layers or self._cheaper is None:
+    def look(self, model: nn.Module, due: Sequence[Block]) -> Iterator[Normalizers | None]:
+        """Look for such layers while the body runs the model, where it is time; yield what will be found, or None.
+
+        Those whose H_G has learned something are none, as far as this process knows.
+        """
+        if self._known is not None or not due or self._cheaper is None:
             yield None
             return
-        with find_normalizers(model, layers) as found:
+        with find_normalizers(model, [block.layer.module for block in due]) as found:
             yield found
+        for block in due:
+            if block.layer.module in found and _has_learned(block):
+                del found[block.layer.module]
 
     def settle(self, due: Sequence[Block], found: Normalizers, first: Results, finite: Tensor) -> None:
-        """Keep the layers whose ∂h̄ is indeed noise and whose H_G has learned nothing; waits for the device."""
+        """Keep the layers whose ∂h̄ is indeed noise; waits for the device."""
         if not found:
             self._known = {}
         elif bool(finite):
@@ -93,10 +100,15 @@ class NormalizedLayers:
             self._known.pop(layer.module, None)
 
 
-def _needs_no_output_side(block: Block, measured: Measured | None) -> bool:
+def _has_learned(block: Block) -> bool:
+    """Whether H_G is known to have learned from a pair; waits for the device."""
     seen = block.state.get("pairs_seen_G")
+    return seen is not None and bool(seen[0].any())
+
+
+def _needs_no_output_side(block: Block, measured: Measured | None) -> bool:
     moments = None if measured is None else measured.get(KBFGSQuantities)
-    return moments is not None and seen is not None and bool(is_noise(moments)) and not bool(seen[0].any())
+    return is_started(block) and moments is not None and bool(is_noise(moments))
 
 
 def removes_shifts(module: nn.Module) -> bool:

@@ -7,8 +7,11 @@ from kfqn_ext.optim.recipe import Recipe
 
 
 def inverses(block: Block, recipe: Recipe) -> Inverses | None:
-    """A layer's inverses, read when they are multiplied with; None where they were not made from data yet."""
-    if not blocks.is_started(block) or blocks.is_empty(block.state):
+    """A layer's inverses, read when they are multiplied with; None where they were not made from data yet.
+
+    None also where another process keeps them.
+    """
+    if not blocks.is_started(block) or blocks.is_empty(block.state) or blocks.is_elsewhere(block.state):
         return None
     state, weight = block.state, block.layer.weight
     *outer, d_out, d_in = block.layer.geometry.matrix_shape

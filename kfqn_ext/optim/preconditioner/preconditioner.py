@@ -14,6 +14,7 @@ from kfqn_ext.optim.inverses import Measured, Seen, State
 from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.preconditioner import block as blocks
 from kfqn_ext.optim.preconditioner.normalized import NormalizedLayers
+from kfqn_ext.optim.preconditioner.owners import Owners, to_be_filled
 from kfqn_ext.optim.preconditioner.rounded import RoundedInverses
 from kfqn_ext.optim.recipe import Recipe
 
@@ -26,9 +27,9 @@ _NOTHING = Measured()
 class Preconditioner:
     """P = H_G M H_A of each layer, with H_A and H_G learned as a recipe says."""
 
-    def __init__(self, recipe: Recipe, warn_once: Callable[[str], None]) -> None:
-        """Learn by a recipe, and give remarks to ``warn_once``."""
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, warn_once: Callable[[str], None], owners: Owners) -> None:
+        """Learn by a recipe what this process owns, and give remarks to ``warn_once``."""
+        self.recipe, self.owners = recipe, owners
         self.normalized = NormalizedLayers(recipe)
         self._rounded = RoundedInverses(warn_once)
         self._warn_once = warn_once
@@ -58,6 +59,19 @@ class Preconditioner:
         """The direction s in which A is looked at, [*B, d_in]; None for none."""
         return self.recipe.input_inverse.probe(state, a_bar)
 
+    def directions_A(self, a_bars: Sequence[tuple[Block, Tensor]]) -> list[Tensor | None]:
+        """The directions of several layers from their ā, each from who owns it; a collective."""
+        chosen = [self._probe_or_template(block, a_bar) for block, a_bar in a_bars]
+        sent = [(block.layer, s) for (block, _), s in zip(a_bars, chosen, strict=True) if s is not None]
+        arrived = iter(self.owners.spread(sent))
+        return [None if s is None else next(arrived) for s in chosen]
+
+    def _probe_or_template(self, block: Block, a_bar: Tensor) -> Tensor | None:
+        if not blocks.is_elsewhere(block.state):
+            return self.probe_A(block.state, a_bar)
+        s = self.probe_A(self.owners.template(block.layer), a_bar.to("meta"))
+        return None if s is None else to_be_filled(s.shape, s.dtype, a_bar.device)
+
     def probe_G(self, state: State, step: int) -> tuple[Tensor, Tensor] | None:
         """Directions s in which Γ is looked at, [*B, d_out, k], and what is kept with Γ s; None for none."""
         if "num_locations" not in state:
@@ -70,7 +84,7 @@ class Preconditioner:
     # ------------------------------------------------------------------ making and learning
 
     def start(self, unstarted: Iterable[Block], results: Results) -> list[Block]:
-        """Make the initial curvature of layers from what was measured, in their states.
+        """Make the initial curvature of layers from what was measured, in their states; of others', leave a mark.
 
         Returns:
             Layers of which something was measured that is not finite: they have none yet.
@@ -78,7 +92,8 @@ class Preconditioner:
         rejected = []
         for block in unstarted:
             measured = results.get(block.layer.module, _NOTHING)
-            if measured.has(self._starts_from) and not blocks.start(block, self.recipe, measured):
+            start = blocks.start if self.owners.owns(block.layer) else blocks.start_elsewhere
+            if measured.has(self._starts_from) and not start(block, self.recipe, measured):
                 rejected.append(block)
         return rejected
 
@@ -101,6 +116,8 @@ class Preconditioner:
             before, after = (results.get(block.layer.module, _NOTHING) for results in (first, second))
             if blocks.is_started(block) and self.reached(block, first) and self._comparable(block, before, after):
                 self.normalized.forget(block.layer)
+                if blocks.is_elsewhere(block.state):
+                    continue
                 recipe = self.recipe_of(block)
                 together[id(recipe), blocks.kin(block.layer)].append((block, before, after))
         for lessons in together.values():
@@ -136,7 +153,7 @@ class Preconditioner:
         """Recompute what is not learned pair by pair."""
         if self.recipe.recomputes:
             for block in due:
-                if blocks.is_started(block):
+                if blocks.is_started(block) and not blocks.is_elsewhere(block.state):
                     blocks.update_inverses(block, self.recipe)
 
     # ------------------------------------------------------------------ using

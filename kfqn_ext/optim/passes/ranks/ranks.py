@@ -1,6 +1,6 @@
 """The processes that train one model together, with one copy of it and a share of the data each."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -9,13 +9,17 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfqn_ext.extensions import InputMoments, Probe, with_outputs
+from kfqn_ext.extensions import InputMoments, with_outputs
 from kfqn_ext.extensions.pooling import Counted, Counts, means_of
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim.inverses import Measured
 from kfqn_ext.optim.passes.measurement import Results
 from kfqn_ext.optim.passes.ranks.bucket import Bucket
+from kfqn_ext.optim.passes.ranks.letters import Letters, in_world
 from kfqn_ext.optim.passes.ranks.weights import Table, Weight
+
+Directions = Callable[[Mapping[nn.Module, Tensor]], Mapping[nn.Module, Tensor | None]]
+"""ā of layers by module ↦ s of each, or None for none."""
 
 
 class Ranks(Protocol):
@@ -26,11 +30,13 @@ class Ranks(Protocol):
     Attributes:
         several: Whether there is more than one.
         rank: Which one this is.
+        size: How many there are.
         is_chosen: Whether somebody has said which ranks train together.
     """
 
     several: bool
     rank: int
+    size: int
     is_chosen: bool
 
     def pooled(
@@ -49,8 +55,17 @@ class Ranks(Protocol):
             Results with the data of all, of layers that somebody saw; the sums.
         """
 
-    def probed(self, own: Results, whole: Results, probe: Probe) -> Results:
+    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:
         """Look at A in directions that depend on the ā of all; own inputs are let go."""
+
+    def spread(self, tensors: Sequence[Tensor], senders: Sequence[int]) -> list[Tensor]:
+        """Give every rank each tensor as its sender has it. Of the others', only form and dtype count."""
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of a number, or of a tensor, over ranks."""
+
+    def gathered(self, part: Any, receiver: int) -> list[Any] | None:
+        """What each rank has given, for one of them; None for the others."""
 
     def mean(self, loss: Tensor) -> Tensor:
         """The mean of a loss over ranks, []."""
@@ -68,7 +83,7 @@ class Ranks(Protocol):
 class OneProcess:
     """Nothing to pool."""
 
-    several, rank = False, 0
+    several, rank, size = False, 0, 1
 
     def __init__(self, is_chosen: bool = False) -> None:
         """One process for itself, because somebody said so or for there is no other."""
@@ -79,8 +94,17 @@ class OneProcess:
     ) -> tuple[Results, list[float]]:
         return results, [float(number) for number in said]
 
-    def probed(self, own: Results, whole: Results, probe: Probe) -> Results:  # noqa: D102
+    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
         return whole
+
+    def spread(self, tensors: Sequence[Tensor], senders: Sequence[int]) -> list[Tensor]:  # noqa: D102
+        return list(tensors)
+
+    def total(self, value: Tensor) -> Tensor:  # noqa: D102
+        return value
+
+    def gathered(self, part: Any, receiver: int) -> list[Any] | None:  # noqa: D102
+        return [part]
 
     def mean(self, loss: Tensor) -> Tensor:  # noqa: D102
         return loss
@@ -115,7 +139,7 @@ class SeveralProcesses:
             wrappers: Whose ``forward`` the passes run.
         """
         self._group, self._wrappers = group, list(wrappers)
-        self.rank, self._size = distributed.get_rank(group), distributed.get_world_size(group)
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self._gradient_is_known = False
         self.messages = self.bytes_sent = 0
 
@@ -128,7 +152,7 @@ class SeveralProcesses:
             for kind, own in measured.items():
                 means = {name: mean for name, mean in means_of(own).items() if name not in without}
                 sums = {
-                    name: bucket.add(getattr(own, name).mul_(_weight(table[mean][0], own, self._size)))
+                    name: bucket.add(getattr(own, name).mul_(_weight(table[mean][0], own, self.size)))
                     for name, mean in means.items()
                 }
                 like = getattr(own, next(iter(means)))
@@ -147,15 +171,16 @@ class SeveralProcesses:
                 whole.setdefault(module, {})[kind] = replace(own, **vars(of_all), **pooled)
         return results.like({module: Measured(quantities) for module, quantities in whole.items()}), list(read)
 
-    def probed(self, own: Results, whole: Results, probe: Probe) -> Results:  # noqa: D102
+    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
         bucket, new, sent = Bucket(self._group), {m: dict(measured.items()) for m, measured in whole.items()}, []
-        for module, measured in whole.items():
-            for kind, of_all in measured.items():
-                if isinstance(of_all, InputMoments):
-                    s = probe(module, of_all.a_bar)
-                    new[module][kind] = replace(with_outputs(module, of_all), operator=None, s=s)
-                    if s is not None:
-                        sent.append((module, kind, bucket.add(_product(own[module][kind], s))))
+        quantities = [(module, kind, q) for module, measured in whole.items() for kind, q in measured.items()]
+        inputs = [found for found in quantities if isinstance(found[-1], InputMoments)]
+        chosen = directions({module: of_all.a_bar for module, _, of_all in inputs})
+        for module, kind, of_all in inputs:
+            s = chosen[module]
+            new[module][kind] = replace(with_outputs(module, of_all), operator=None, s=s)
+            if s is not None:
+                sent.append((module, kind, bucket.add(_product(own[module][kind], s))))
         found = self._sent(bucket)
         for module, kind, n in sent:
             quantity = new[module][kind]
@@ -172,19 +197,38 @@ class SeveralProcesses:
 
     def _sent(self, bucket: Bucket) -> list[Tensor]:
         sums = bucket.sums()
-        self.messages += bucket.messages
-        self.bytes_sent += bucket.bytes_sent
+        self._count(bucket)
         return sums
 
-    def mean(self, loss: Tensor) -> Tensor:  # noqa: D102
+    def _count(self, sent: Bucket | Letters) -> None:
+        self.messages += sent.messages
+        self.bytes_sent += sent.bytes_sent
+
+    def spread(self, tensors: Sequence[Tensor], senders: Sequence[int]) -> list[Tensor]:  # noqa: D102
+        letters = Letters(self._group)
+        for tensor, sender in zip(tensors, senders, strict=True):
+            letters.add(tensor, sender)
+        found = letters.delivered()
+        self._count(letters)
+        return found
+
+    def total(self, value: Tensor) -> Tensor:  # noqa: D102
         bucket = Bucket(self._group)
-        bucket.add(loss / self._size)
+        bucket.add(value.clone())
         return self._sent(bucket)[0]
+
+    def gathered(self, part: Any, receiver: int) -> list[Any] | None:  # noqa: D102
+        parts = [None] * self.size if self.rank == receiver else None
+        distributed.gather_object(part, parts, dst=in_world(receiver, self._group), group=self._group)
+        return parts
+
+    def mean(self, loss: Tensor) -> Tensor:  # noqa: D102
+        return self.total(loss / self.size)
 
     def check_gradient(self, norm: Tensor) -> None:  # noqa: D102
         if self._gradient_is_known:
             return
-        norms = [torch.zeros_like(norm) for _ in range(self._size)]
+        norms = [torch.zeros_like(norm) for _ in range(self.size)]
         distributed.all_gather(norms, norm.contiguous(), group=self._group)
         found = [float(n) for n in norms]
         if max(found) > (1 + 1e-5) * min(found):

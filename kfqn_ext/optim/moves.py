@@ -1,0 +1,97 @@
+"""A parameter's step, as it is taken: found here, or by the process that keeps the state of its layer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kfqn_ext.optim.gate import Gate, Rate
+from kfqn_ext.optim.groups.plan import Layer, working_dtype
+from kfqn_ext.optim.numbers import as_real
+from kfqn_ext.optim.preconditioner.owners import Owners, to_be_filled
+
+
+@dataclass(frozen=True)
+class Move:
+    """A parameter's step θ ← δ θ - r p.
+
+    Attributes:
+        parameter: θ.
+        direction: p, shaped like θ; of a complex one, like its real and imaginary parts.
+        momentum: M, shaped like p; None where another process keeps it.
+        rate: r.
+        lr: α, or what r is where the length of a layer's step is set.
+        shrink: δ = 1 - αγ.
+    """
+
+    parameter: Tensor
+    direction: Tensor
+    momentum: Tensor | None
+    rate: Rate
+    lr: Rate
+    shrink: Rate
+
+    def squared_length(self) -> Tensor:
+        """α r ⟨p, M⟩: with r p = α H M, the step's squared length α² ⟨M, H M⟩ in the norm of H⁻¹."""
+        assert self.momentum is not None
+        return (self.direction.flatten() * self.momentum.reshape(-1)).sum() * self.rate * self.lr
+
+
+def squared_length(moves: Sequence[Move], shared: Mapping[Tensor, Layer], owners: Owners) -> Tensor:
+    """Σ α r ⟨p, M⟩ over all parameters, []: those that are shared are summed over their owners."""
+    return _sum(moves) if not owners.several else _sum_over_owners(moves, shared, owners)
+
+
+def _sum_over_owners(moves: Sequence[Move], shared: Mapping[Tensor, Layer], owners: Owners) -> Tensor:
+    own, rest = ([m for m in moves if (m.parameter in shared) is sought] for sought in (True, False))
+    device = next(iter([*shared, *(move.parameter for move in rest)])).device
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return owners.mail.total(_sum(own).to(zero) if own else zero) + (_sum(rest).to(zero) if rest else zero)
+
+
+def _sum(moves: Sequence[Move]) -> Tensor:
+    return torch.stack([move.squared_length() for move in moves]).sum()
+
+
+def shortening(square: Tensor, limit: Tensor) -> Tensor:
+    """ν ≤ 1 with ν² Σ α r ⟨p, M⟩ ≤ a limit, []."""
+    return (limit.to(square) / square.clamp(min=torch.finfo(square.dtype).tiny)).sqrt().clamp(max=1.0)
+
+
+def from_owners(
+    moves: Sequence[Move], shared: Mapping[Tensor, Layer], owners: Owners, shrinks: Mapping[Tensor, Rate], gate: Gate
+) -> list[Move]:
+    """The moves of all parameters: of those that are shared, as their owners have found them.
+
+    Each r p is sent once. All apply what was sent, the owner too, so that copies stay equal to the last bit.
+
+    Args:
+        moves: What was found here.
+        shared: Parameters of layers with curvature, in an order that all processes have.
+        owners: Who has found the others.
+        shrinks: δ of each parameter.
+        gate: Says whether the minibatch is finite.
+    """
+    if not owners.several:
+        return list(moves)
+    own = {move.parameter: move for move in moves}
+    steps = [(layer, _step(p, own.get(p), gate)) for p, layer in shared.items()]
+    sent = zip(shared, owners.spread(steps), strict=True)
+    rest = [move for move in moves if move.parameter not in shared]
+    return rest + [Move(p, step, None, 1.0, 1.0, shrinks[p]) for p, step in sent]
+
+
+def _step(p: Tensor, move: Move | None, gate: Gate) -> Tensor:
+    if move is None:
+        return to_be_filled(p.shape, working_dtype(p), p.device)
+    return move.direction * gate.choose(move.rate, 0.0, move.direction)
+
+
+def apply(move: Move, gate: Gate) -> None:
+    """Take a move, unless the batch is not finite."""
+    p = as_real(move.parameter)
+    if isinstance(move.shrink, Tensor) or move.shrink != 1.0:
+        p.mul_(gate.choose(move.shrink, 1.0, p))
+    # A direction comes from M, which is finite whatever the batch was: a rate of zero leaves p alone.
+    p.addcmul_(move.direction, gate.choose(move.rate, 0.0, move.direction), value=-1.0)
