@@ -119,6 +119,7 @@ class Loop:
         self.interrupted_at = rng.choice([None, None, 1, 3]) if self.form == "closure" else None
         self.resumed_at = rng.choice([None, None, 1, 3, 4])
         self.options = {"weight_decay": self.decay} if self.member.takes("weight_decay") else {}
+        self.spares_biases = self.decay > 0 and rng.random() < 0.3
 
     def __repr__(self) -> str:
         shown = {k: v for k, v in vars(self).items() if k not in ("rng", "member", "net", "twin", "optimizers")}
@@ -137,7 +138,16 @@ class Loop:
         parts = [self.net.stages[:1], self.net.stages[1:]] if self.halves else [self.net]
         if self.frozen and self.halves:
             parts = parts[1:]
-        self.optimizers = [self.member.make(part, lr=LR, damping=DAMPING, T=self.T, **self.options) for part in parts]
+        self.optimizers = [self._optimizer(part) for part in parts]
+
+    def _optimizer(self, part: nn.Module) -> Any:
+        setting = {"lr": LR, "damping": DAMPING, "T": self.T, **self.options}
+        if not self.spares_biases:
+            return self.member.make(part, **setting)
+        groups = [[p for p in part.parameters() if (p.ndim > 1) is matrices] for matrices in (True, False)]
+        decays = self.decay, 0.0
+        given = [{"params": g, "weight_decay": decay} for g, decay in zip(groups, decays, strict=True) if g]
+        return self.member.make(part, params=given, **setting)
 
     def run(self) -> None:
         if self.frozen:
@@ -285,6 +295,8 @@ class Loop:
             self.twin.stages[0].requires_grad_(False)
         period = "T1" if self.member.samples else "T"
         options: dict[str, Any] = {period: self.T, **self.options}
+        if self.spares_biases:
+            options["vector_decay"] = 0.0
         if self.member.samples:
             options["sample_targets"] = second_best
         reference = twin.make(self.twin, lr=LR, damping=DAMPING, **options)
