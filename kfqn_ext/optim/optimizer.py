@@ -294,6 +294,8 @@ class KroneckerOptimizer(Optimizer):
     def _agree(self, it: Iteration, grad_norms: Mapping[Tensor, Tensor]) -> None:
         """Make of what this process has found what all have."""
         ranks = self._passes.ranks
+        if not ranks.several:
+            return
         if it.first:
             ranks.check_gradient(torch.linalg.vector_norm(torch.stack([n.double() for n in grad_norms.values()])))
         it.first, it.normalizers = self._passes.pool_first(it.first, self._directions_A, it.normalizers)
