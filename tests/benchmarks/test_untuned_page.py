@@ -107,3 +107,15 @@ def test_what_a_step_takes() -> None:
         for cells in [[c for c in results["cells"] if (c["optimizer"], c["steps"]) == ("onepass", steps)]]
     ]
     assert f"its step takes {min(seconds):.0f} to {max(seconds):.1f} times Adam's seconds" in WORDS
+
+
+def test_on_how_many_limited_memory_is_lower_than_adam() -> None:
+    log = json.loads((ROOT / "results" / "untuned-kbfgs.jsonl").read_text())
+    runs = [run for run in log["runs"] if run["optimizer"] == "kbfgsl"]
+    for steps in (200, 800):
+        own: dict[str, list[float]] = {}
+        for run in sorted((r for r in runs if r["steps"] == steps), key=lambda r: r["seed"]):
+            own.setdefault(run["problem"], []).append(run["final"])
+        adam = {problem: values for results in SETS for problem, values in found(results, "adam", steps).items()}
+        wins = sum(all(a < b for a, b in zip(own[p], adam[p], strict=True)) for p in adam)
+        assert f"{wins} of {len(adam)} after {steps}" in WORDS
