@@ -124,7 +124,7 @@ def train(lr: float | Callable[[int], float], steps: int, x: Tensor, y: Tensor) 
             run.sigma2 = max(run.sigma2, variance(model, x, y))
         index = torch.randint(len(x), (BATCH,), generator=generator)
         optimizer.step(Minibatch(model, cross_entropy, x[index], y[index]))
-        layers = optimizer.diagnostics()
+        layers = optimizer.diagnostics(eigenvalues=True)
         run.low.append(min(d.A.smallest * d.G.smallest for d in layers))
         run.high.append(max(d.A.largest * d.G.largest for d in layers))
     return run
