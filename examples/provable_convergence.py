@@ -23,17 +23,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+try:
+    import numpy as np
+    import torch
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
+    from sklearn.datasets import load_digits
+    from torch import Tensor, nn
+    from torch.nn.functional import cross_entropy
 
-from kfqn_ext import Minibatch, ProvableKBFGSL
-from kfqn_ext.optim import kappa_bounds, theorem_step_sizes
+    from kfqn_ext import Minibatch, ProvableKBFGSL
+    from kfqn_ext.optim import kappa_bounds, theorem_step_sizes
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 BETA, BATCH, PAIRS = 0.6, 64, 3
 DAMPING_A, DAMPING_G = 60.0, 3.0  # large: then κ_low and κ_high are close to each other, and the steps are longer

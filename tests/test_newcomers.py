@@ -1,5 +1,6 @@
 """What a stranger meets first: what things print as, what a type checker makes of them, what commands say."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -79,19 +80,99 @@ flat: dict[str, int | float] = optimizer.diagnostics().as_dict()
 
 
 def test_a_users_file_passes_mypy_strict(tmp_path: Path) -> None:
+    """And a type that is wrong does not."""
     (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "wrong.py").write_text(USER.replace("optimizer.step(), None", "optimizer.step(), Tensor"))
     # BackPACK has no types; what is said of its own functions is no concern of a user's.
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-backpack.*]\nignore_missing_imports = True\n")
-    done = mypy(tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache/user"), "user.py", "wrong.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    *errors, _ = done.stdout.splitlines()
+    assert len(errors) == 1 and errors[0].startswith("wrong.py:") and "[assert-type]" in errors[0], done.stdout
 
 
-def test_mypy_would_have_seen_a_wrong_type(tmp_path: Path) -> None:
-    (tmp_path / "user.py").write_text(USER.replace("optimizer.step(), None", "optimizer.step(), Tensor"))
-    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-backpack.*]\nignore_missing_imports = True\n")
-    assert "assert-type" in mypy(tmp_path).stdout
+# ------------------------------------------------------------------ the commands of the examples
 
 
-def mypy(directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mypy", "user.py"]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
+MISSING = """
+import runpy, sys
+class Missing:
+    def find_spec(name, *rest):
+        if name == {!r}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Missing)
+"""
+
+
+def python(*arguments: str, without: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a script or ``-m`` module as a person does, where a library may not be installed."""
+    name, *rest = arguments
+    start = f"runpy.run_path({name!r}, run_name='__main__')"
+    if name == "-m":
+        start = f"runpy.run_module({rest.pop(0)!r}, run_name='__main__', alter_sys=True)"
+    program = MISSING.format(without) + f"sys.argv[1:] = {rest}\nsys.path[0] = {str(Path(name).parent)!r}\n"
+    return subprocess.run([sys.executable, "-c", program + start], cwd=ROOT, capture_output=True, text=True)
+
+
+def cpu_seconds(*arguments: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_help_of_the_papers_experiments_takes_little_more_than_torch() -> None:
+    assert cpu_seconds("-m", "examples.paper", "--help") < 1.5 + cpu_seconds("-c", "import torch")
+
+
+def test_help_of_the_papers_experiments_imports_what_it_needs() -> None:
+    heavy = {"matplotlib", "pandas", "scipy", "sklearn", "torchvision", "torch._dynamo"}
+    code = "from examples.paper.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nimport sys\n"
+    command = [sys.executable, "-c", code + f"print('found', sorted({heavy} & set(sys.modules)))"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "found []"
+
+
+@pytest.mark.slow
+def test_a_table_of_eight_cells_of_a_second_takes_25_seconds_of_the_processor(tmp_path: Path) -> None:
+    table = ["-m", "examples.paper", "table", "digits", "--methods", "kbfgs", "kbfgsl", "adam", "sgdm", "--seeds", "2"]
+    assert cpu_seconds(*table, "--seconds", "1", "--threads", "1", "--out", str(tmp_path)) < 25
+
+
+# torch where another would do as well: a second less a test.
+RUNS = ["-m", "examples.paper"]
+WANTING = [
+    ("tyro", [*RUNS, "--help"]),
+    ("filelock", [*RUNS, "run", "--help"]),
+    ("torchvision", [*RUNS, "run", "--problem", "mnist", "--method", "adam", "--best", "--out", "log.jsonl"]),
+    ("sklearn", [*RUNS, "run", "--problem", "digits", "--method", "adam", "--best", "--out", "log.jsonl"]),
+    ("pandas", ["-m", "examples.paper.rows", "results/curves-generated.jsonl"]),
+    ("matplotlib", [*RUNS, "report", "results/curves-generated.jsonl"]),
+    ("matplotlib", ["examples/quickstart.py"]),
+    ("torch", ["examples/mnist_cnn.py"]),
+    ("torch", ["examples/distributed_cnn.py"]),
+    ("torch", ["examples/hessian_ladder.py"]),
+    ("torch", ["examples/learning_the_inverse.py"]),
+    ("torch", ["examples/provable_convergence.py"]),
+    ("accelerate", ["examples/loops/accelerate_loop.py"]),
+    ("torch", ["examples/loops/drop_in.py"]),
+    ("lightning", ["examples/loops/lightning_loop.py"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("library", "command"), WANTING, ids=[f"{n}-{c[2] if c[0] == '-m' else c[0]}" for n, c in WANTING]
+)
+def test_an_example_without_its_extras_says_what_to_install(library: str, command: list[str]) -> None:
+    done = python(*command, without=library)
+    assert done.returncode == 1
+    assert done.stderr == f'{library} is not installed. In the checkout: pip install -e ".[examples]"\n'
+
+
+def test_every_example_is_among_these() -> None:
+    scripts = {
+        str(path.relative_to(ROOT))
+        for folder in ("examples", "examples/loops")
+        for path in (ROOT / folder).glob("*.py")
+    }
+    assert scripts - {command[0] for _, command in WANTING} == {"examples/loops/plain.py"}  # needs torch alone
