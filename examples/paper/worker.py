@@ -25,7 +25,7 @@ from workloads import environment, records
 from workloads.problems import PROBLEMS
 
 _SECONDS_BETWEEN_REPORTS = 0.3
-# What data and optimizers import when they are first needed. None of it starts threads, which a fork would not have.
+# What data and optimizers import at first need. The only threads it starts are OpenBLAS's, which mind forks.
 _AHEAD = ("sklearn.datasets", "torchvision.datasets", "torch._dynamo")
 
 
