@@ -598,7 +598,7 @@ class KroneckerOptimizer(Optimizer):
 
         Args:
             eigenvalues: Also find the extreme eigenvalues of H_A and H_G. That takes d³ operations for d inputs or
-                outputs: ten seconds on a CPU for a layer of 4,608 inputs.
+                outputs: several seconds on a CPU for a layer of 4,608 inputs.
 
         Returns:
             A list with one :class:`LayerDiagnostics` a layer, in the model's order.
