@@ -10,14 +10,17 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+try:
+    import torch
+    import torch.nn.functional as F
+    from sklearn.datasets import load_digits
+    from torch import Tensor, distributed, nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
+    from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 OPTIMIZERS = {"onepass": OnePassKBFGS, "kbfgs": KBFGS}
 

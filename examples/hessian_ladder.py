@@ -16,19 +16,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import backpack
-import torch
-from backpack.extensions import KFAC as BackpackKFAC
-from backpack.extensions import KFLR, KFRA, DiagHessian
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, interpolate
+try:
+    import backpack
+    import torch
+    from backpack.extensions import KFAC as BackpackKFAC
+    from backpack.extensions import KFLR, KFRA, DiagHessian
+    from sklearn.datasets import load_digits
+    from torch import Tensor, nn
+    from torch.nn.functional import cross_entropy, interpolate
 
-from kfqn_ext import KBFGS, Minibatch, unextend
-from kfqn_ext.curvature import CurvatureReport, curvature_ladder, estimate_curvature, plot_tracks, track_curvature
-from kfqn_ext.geometry import geometry_of
-from kfqn_ext.linalg.nearest import kron
-from kfqn_ext.optim import KFAC
+    from kfqn_ext import KBFGS, Minibatch, unextend
+    from kfqn_ext.curvature import CurvatureReport, curvature_ladder, estimate_curvature, plot_tracks, track_curvature
+    from kfqn_ext.geometry import geometry_of
+    from kfqn_ext.linalg.nearest import kron
+    from kfqn_ext.optim import KFAC
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 Data = tuple[Tensor, Tensor]
 Nets = dict[str, tuple[Callable[[], nn.Module], list[str]]]

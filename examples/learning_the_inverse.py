@@ -19,17 +19,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.nn.functional import one_hot
+try:
+    import torch
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
+    from sklearn.datasets import load_digits
+    from torch import Tensor, nn
+    from torch.nn.functional import one_hot
 
-from kfqn_ext import KBFGS, KBFGSL, Minibatch
-from kfqn_ext.optim import KroneckerOptimizer
-from kfqn_ext.optim.inverses import HessianAction, InputInverse, Measured, MovingHessianAction, State
+    from kfqn_ext import KBFGS, KBFGSL, Minibatch
+    from kfqn_ext.optim import KroneckerOptimizer
+    from kfqn_ext.optim.inverses import HessianAction, InputInverse, Measured, MovingHessianAction, State
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 HIDDEN, CLASSES, BATCH, DAMPING = 12, 10, 128, 0.01  # λ; on a linear layer λ_A = λ_G = √λ
 SQRT_DAMPING = DAMPING**0.5

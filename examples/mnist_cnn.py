@@ -12,12 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from quickstart import METHODS, Data, cnn, evaluate, train_epoch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torchvision.datasets import MNIST
+try:
+    import torch
+    from quickstart import METHODS, Data, cnn, evaluate, train_epoch
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from torchvision.datasets import MNIST
 
-from kfqn_ext import KBFGS, KBFGSL
+    from kfqn_ext import KBFGS, KBFGSL
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 NAMES = {"kbfgs": "K-BFGS", "kbfgsl": "K-BFGS(L)", "adam": "Adam", "sgd": "SGD, momentum"}
 

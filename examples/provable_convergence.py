@@ -23,17 +23,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+try:
+    import numpy as np
+    import torch
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
+    from sklearn.datasets import load_digits
+    from torch import Tensor, nn
+    from torch.nn.functional import cross_entropy
 
-from kfqn_ext import Minibatch, ProvableKBFGSL
-from kfqn_ext.optim import kappa_bounds, theorem_step_sizes
+    from kfqn_ext import Minibatch, ProvableKBFGSL
+    from kfqn_ext.optim import kappa_bounds, theorem_step_sizes
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 BETA, BATCH, PAIRS = 0.6, 64, 3
 DAMPING_A, DAMPING_G = 60.0, 3.0  # large: then κ_low and κ_high are close to each other, and the steps are longer
@@ -124,7 +127,7 @@ def train(lr: float | Callable[[int], float], steps: int, x: Tensor, y: Tensor) 
             run.sigma2 = max(run.sigma2, variance(model, x, y))
         index = torch.randint(len(x), (BATCH,), generator=generator)
         optimizer.step(Minibatch(model, cross_entropy, x[index], y[index]))
-        layers = optimizer.diagnostics()
+        layers = optimizer.diagnostics(eigenvalues=True)
         run.low.append(min(d.A.smallest * d.G.smallest for d in layers))
         run.high.append(max(d.A.largest * d.G.largest for d in layers))
     return run

@@ -14,21 +14,24 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from backpack import backpack
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Adam, Optimizer
+try:
+    import numpy as np
+    import torch
+    from backpack import backpack
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+    from torch import Tensor, nn
+    from torch.nn.functional import cross_entropy
+    from torch.optim import SGD, Adam, Optimizer
 
-from kfqn_ext import KBFGS, KBFGSL, KBFGSQuantities, Minibatch, extend
+    from kfqn_ext import KBFGS, KBFGSL, KBFGSQuantities, Minibatch, extend
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 Data = tuple[Tensor, Tensor]
 Curve = list[tuple[float, float, float]]  # (seconds, train loss, test accuracy) at the start and after each epoch

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,46 @@ def _broken_torchvision(directory: Path) -> Path:
     directory.mkdir()
     (directory / "torchvision.py").write_text("raise RuntimeError('broken on purpose')")
     return directory
+
+
+def made_up_sklearn(directory: Path, load_digits: str) -> Path:
+    """A directory in which workers find a sklearn that notes each of its imports, and loads digits of its own."""
+    (directory / "sklearn").mkdir(parents=True)
+    (directory / "sklearn/__init__.py").touch()
+    (directory / "sklearn/datasets.py").write_text(f"""
+import os, pathlib, types
+import numpy as np
+here = pathlib.Path(__file__).parent
+with (here / "imports").open("a") as file:
+    print("imported", file=file)
+def load_digits():
+    {load_digits}
+    return types.SimpleNamespace(data=np.random.RandomState(0).rand(400, 64) * 16)
+""")
+    return directory
+
+
+def test_imports_are_made_once_for_all_cells_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take several seconds, and a cell may take one."""
+    made_up = made_up_sklearn(tmp_path / "made up", "pass")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(made_up), os.environ.get("PYTHONPATH", "")]))
+    main(table(tmp_path / "out", "--epochs", "1"))
+    assert len(finished_keys(tmp_path / "out")) == 2
+    assert (made_up / "sklearn/imports").read_text().count("imported") == 1
+
+
+def test_each_cell_has_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that crashes takes no other along, and the next ones are worked on."""
+    crash = "(here / 'crashed').exists() or (here / 'crashed').touch() or os.abort()"
+    made_up = made_up_sklearn(tmp_path / "made up", crash)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(made_up), os.environ.get("PYTHONPATH", "")]))
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as end:
+        main(table(out, "--epochs", "1"))
+    assert re.fullmatch(r"digits-adam-seed0-\w+ failed: exit status -6", str(end.value.code))
+    assert len(finished_keys(out)) == 1
+    main(table(out, "--epochs", "1"))
+    assert len(finished_keys(out)) == 2
 
 
 def test_missing_data_end_a_table_before_it_starts(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_a_download_that_is_killed_leaves_nothing_under_the_file_s_name(
         Path(root, name).write_bytes(b"the beginning")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(datasets, "download_url", killed)
+    monkeypatch.setattr("torchvision.datasets.utils.download_url", killed)
     with pytest.raises(KeyboardInterrupt):
         datasets.curves(tmp_path, True)
     assert not (tmp_path / datasets.CURVES_FILE).exists()
@@ -205,7 +205,7 @@ def test_a_download_that_is_killed_leaves_nothing_under_the_file_s_name(
     def whole(url: str, root: str, name: str) -> None:
         savemat(Path(root, name), {"bdata": np.ones((3, 784))}, appendmat=False)
 
-    monkeypatch.setattr(datasets, "download_url", whole)
+    monkeypatch.setattr("torchvision.datasets.utils.download_url", whole)
     assert len(datasets.curves(tmp_path, True).train) == 3
     assert [path.name for path in (tmp_path / "CURVES").iterdir()] == [datasets.CURVES_FILE.name]
 

@@ -4,18 +4,14 @@ Files lie below one directory, ``--data-root``, as torchvision lays them out; th
 
     DATA_ROOT/FACES/newfaces_rot_single.mat    DATA_ROOT/CURVES/digs3pts_1.mat
 
-``download=True`` fetches what is missing.
+``download=True`` fetches what is missing. A library is imported by the data that need it, since that takes seconds.
 """
 
 import os
 from http.client import HTTPException
 from pathlib import Path
-from typing import ClassVar
 
 import torch
-from scipy.io import loadmat
-from torchvision.datasets import CIFAR10, CIFAR100, MNIST
-from torchvision.datasets.utils import download_url
 
 from workloads.curves import curve_images
 from workloads.data import Data, Split
@@ -30,39 +26,34 @@ class MissingData(Exception):
     """A data set can't be had; the message says where it belongs, what is wrong, and where to get it."""
 
 
-class _Cifar10(CIFAR10):
-    # torchvision compares the checksum of each file at each start. The archive's is compared when it is downloaded.
-    train_list: ClassVar = [[name, None] for name, _ in CIFAR10.train_list]
-    test_list: ClassVar = [[name, None] for name, _ in CIFAR10.test_list]
-    meta: ClassVar = {**CIFAR10.meta, "md5": None}
-
-
-class _Cifar100(CIFAR100):
-    train_list: ClassVar = [[name, None] for name, _ in CIFAR100.train_list]
-    test_list: ClassVar = [[name, None] for name, _ in CIFAR100.test_list]
-    meta: ClassVar = {**CIFAR100.meta, "md5": None}
-
-
 def mnist_vectors(root: Path, download: bool) -> Data:
     """MNIST's 60,000 training images as vectors of 784 pixels; they are their own targets."""
+    from torchvision.datasets import MNIST
+
     images = _torchvision(MNIST, root, True, download).data
     return Data(Split(images.flatten(1).float() / 255))
 
 
 def mnist_images(root: Path, download: bool) -> Data:
     """MNIST with its labels; the test images are the validation set."""
+    from torchvision.datasets import MNIST
+
     splits = [_torchvision(MNIST, root, train, download) for train in (True, False)]
     return Data(*(Split(s.data.unsqueeze(1), s.targets) for s in splits))
 
 
 def cifar10(root: Path, download: bool) -> Data:
     """CIFAR-10; the test images are the validation set."""
-    return _cifar(_Cifar10, root, download)
+    from workloads.cifar import Cifar10
+
+    return _cifar(Cifar10, root, download)
 
 
 def cifar100(root: Path, download: bool) -> Data:
     """CIFAR-100; the test images are the validation set."""
-    return _cifar(_Cifar100, root, download)
+    from workloads.cifar import Cifar100
+
+    return _cifar(Cifar100, root, download)
 
 
 def faces(root: Path, download: bool) -> Data:
@@ -88,7 +79,7 @@ def digits(root: Path, download: bool) -> Data:
     return Data(Split(torch.from_numpy(load_digits().data).float() / 16))
 
 
-def _cifar(kind: type[CIFAR10], root: Path, download: bool) -> Data:
+def _cifar(kind: type, root: Path, download: bool) -> Data:
     splits = [_torchvision(kind, root, train, download) for train in (True, False)]
     return Data(
         *(Split(torch.from_numpy(s.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(s.targets)) for s in splits)
@@ -103,7 +94,7 @@ def _torchvision(kind: type, root: Path, train: bool, download: bool):
 
 
 def _why(kind: type, root: Path, download: bool, error: Exception) -> str:
-    name = kind.__name__.lstrip("_").upper()
+    name = kind.__name__.upper()
     folder, files, source = _layout(kind)
     if all((root / folder / file).is_file() for file in files):
         return _unreadable(root.resolve() / folder, error)
@@ -114,7 +105,7 @@ def _why(kind: type, root: Path, download: bool, error: Exception) -> str:
 
 def _layout(kind: type) -> tuple[Path, list[str], str]:
     """Folder of a data set of torchvision, names of its files, and where it comes from."""
-    if issubclass(kind, MNIST):
+    if hasattr(kind, "mirrors"):  # MNIST, that is
         return Path("MNIST/raw"), [Path(name).stem for name, _ in kind.resources], " or ".join(kind.mirrors)
     names = [name for name, _ in kind.train_list + kind.test_list]
     return Path(kind.base_folder), [*names, kind.meta["filename"]], kind.url
@@ -125,6 +116,8 @@ def _mat(path: Path, key: str, download: bool) -> torch.Tensor:
         if not download:
             raise MissingData(f"No file {path}. Fetch it with --download, or by hand from {MARTENS}{path.name}.")
         _fetch(MARTENS + path.name, path)
+    from scipy.io import loadmat
+
     try:
         return torch.from_numpy(loadmat(path)[key]).float()
     except Exception as error:  # whatever a file that was cut short, or is another, makes scipy raise
@@ -133,6 +126,8 @@ def _mat(path: Path, key: str, download: bool) -> torch.Tensor:
 
 def _fetch(url: str, path: Path) -> None:
     """Download to another name first: a file that has its own name is whole."""
+    from torchvision.datasets.utils import download_url
+
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         download_url(url, str(part.parent), part.name)

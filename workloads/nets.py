@@ -1,12 +1,10 @@
-"""The paper's networks, and smaller ones of the same kinds."""
+"""The paper's networks, and smaller ones of the same kinds; torchvision is imported for those that have its parts."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock
-from torchvision.models.vgg import cfgs, make_layers
 
 
 def autoencoder(widths: Sequence[int]) -> nn.Sequential:
@@ -22,6 +20,8 @@ def autoencoder(widths: Sequence[int]) -> nn.Sequential:
 
 def vgg16(classes: int) -> nn.Sequential:
     """Model D with BatchNorm after each convolution and one linear layer, ``sec_5``, for images of 32×32."""
+    from torchvision.models.vgg import cfgs
+
     return _vgg(cfgs["D"], 3, classes)
 
 
@@ -31,6 +31,8 @@ def vgg8(classes: int) -> nn.Sequential:
 
 
 def _vgg(widths: Sequence[int | str], channels: int, classes: int) -> nn.Sequential:
+    from torchvision.models.vgg import make_layers
+
     features = make_layers(list(widths), batch_norm=True)
     if channels != 3:  # make_layers is for colour images
         features[0] = nn.Conv2d(channels, features[0].out_channels, kernel_size=3, padding=1)
@@ -40,6 +42,8 @@ def _vgg(widths: Sequence[int | str], channels: int, classes: int) -> nn.Sequent
 
 def resnet(blocks_per_stage: int, channels: int, classes: int) -> nn.Sequential:
     """He et al.'s ResNet for small images, 6 × blocks + 2 layers, with shortcuts that have no parameters."""
+    from torchvision.models.resnet import BasicBlock
+
     blocks: list[nn.Module] = []
     width = 16
     for stage_width in (16, 32, 64):

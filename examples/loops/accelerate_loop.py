@@ -5,13 +5,16 @@ process: in several, each would learn its curvature from its own share of the da
 ``pip install kfqn-ext[examples]``; run with ``python examples/loops/accelerate_loop.py``.
 """
 
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+try:
+    import torch
+    import torch.nn.functional as F
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader, TensorDataset
 
-from kfqn_ext.optim import KBFGS
+    from kfqn_ext.optim import KBFGS
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 
 def main(epochs: int = 4) -> list[float]:

@@ -1,12 +1,15 @@
 """The simplest loop: an optimizer in the place of any other. Run with ``python examples/loops/drop_in.py``."""
 
-import torch
-import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+try:
+    import torch
+    import torch.nn.functional as F
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
 
-from kfqn_ext.optim import OnePassKBFGS
+    from kfqn_ext.optim import OnePassKBFGS
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 
 def main(epochs: int = 3) -> list[float]:

@@ -8,13 +8,16 @@ optimization works too: Lightning's closure repeats the batch, hooks of the modu
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+try:
+    import torch
+    import torch.nn.functional as F
+    from lightning.pytorch import LightningModule, Trainer
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader, TensorDataset
 
-from kfqn_ext.optim import KBFGS
+    from kfqn_ext.optim import KBFGS
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 
 class Classifier(LightningModule):

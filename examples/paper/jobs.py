@@ -6,10 +6,15 @@ and where its log has an end already, the line is made of that.
 
 import asyncio
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from filelock import FileLock, Timeout
 
@@ -62,38 +67,67 @@ def work_off(
 async def _work_off(
     cells: Sequence[Cell], make_job: Callable[[Cell], Job], jobs: int, display: Display
 ) -> list[Failure]:
-    slots = asyncio.Semaphore(jobs)
+    waiting, failures = list(reversed(cells)), []
 
-    async def one(cell: Cell) -> Failure | None:
-        async with slots:
-            display.started(cell)
-            error = await _work(cell, make_job(cell), display)
-            display.ended(cell, error)
-            return Failure(cell, error) if error is not None else None
+    async def work() -> None:
+        while waiting:  # again where a worker was lost
+            async with _worker() as worker:
+                while waiting and worker.is_alive:
+                    cell = waiting.pop()
+                    display.started(cell)
+                    error = await worker.work(make_job(cell), lambda status, cell=cell: display.moved(cell, status))
+                    display.ended(cell, error)
+                    if error is not None:
+                        failures.append(Failure(cell, error))
 
-    ends = await asyncio.gather(*(one(cell) for cell in cells))
-    return [end for end in ends if end is not None]
+    await asyncio.gather(*(work() for _ in range(min(jobs, len(cells)))))
+    return failures
 
 
-async def _work(cell: Cell, job: Job, display: Display) -> str | None:
-    """Run one worker; return the end of what it said if it failed."""
-    errors = job.log().with_suffix(".stderr")
-    errors.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "examples.paper.worker", json.dumps(asdict(job))]
-    with errors.open("wb") as stderr:
+class _Worker:
+    """A process that works on one job after the other."""
+
+    def __init__(self, process: asyncio.subprocess.Process, stderr: IO[bytes]) -> None:
+        self._process, self._stderr, self.is_alive = process, stderr, True
+
+    async def work(self, job: Job, moved: Callable[[Status], None]) -> str | None:
+        """Hand over one job; return the end of what it said if it failed."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        job.errors().parent.mkdir(parents=True, exist_ok=True)
+        with suppress(ConnectionError):  # it was lost: the end of its output says so
+            process.stdin.write(f"{json.dumps(asdict(job))}\n".encode())
+            await process.stdin.drain()
+        async for line in process.stdout:
+            said = json.loads(line)
+            if "exit" not in said:
+                moved(Status(**said))
+            elif said["exit"] == 0:
+                return None
+            else:
+                return _end_of(job.errors().read_text(), said["exit"])
+        self.is_alive = False
+        self._stderr.seek(0)
+        return _end_of(self._stderr.read().decode(), await process.wait())
+
+
+def _end_of(stderr: str, code: int) -> str:
+    said = stderr.strip().splitlines()
+    return said[-1] if said else f"exit status {code}"
+
+
+@asynccontextmanager
+async def _worker() -> AsyncIterator[_Worker]:
+    command, pipe = [sys.executable, "-m", "examples.paper.worker"], asyncio.subprocess.PIPE
+    with tempfile.TemporaryFile() as stderr:
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=stderr, cwd=ROOT
+            *command, stdin=pipe, stdout=pipe, stderr=stderr, cwd=ROOT, start_new_session=True
         )
         try:
-            assert process.stdout is not None
-            async for line in process.stdout:
-                display.moved(cell, Status(**json.loads(line)))
-            code = await process.wait()
+            yield _Worker(process, stderr)
+            process.stdin.close()  # no more jobs
+            await process.wait()
         finally:
             if process.returncode is None:  # we were interrupted
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # the cell that it works on as well
                 await process.wait()
-    if code == 0:
-        return None
-    said = errors.read_text().strip().splitlines()
-    return said[-1] if said else f"exit status {code}"

@@ -9,15 +9,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+try:
+    import matplotlib
 
-matplotlib.use("Agg")
+    matplotlib.use("Agg")
 
-import matplotlib.pyplot as plt
+    import matplotlib.pyplot as plt
 
-from examples.paper.results import time_column
-from examples.paper.sources import logs
-from workloads.methods import METHODS
+    from examples.paper.results import time_column
+    from examples.paper.sources import logs
+    from workloads.methods import METHODS
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 EPOCHS = (1, 2, 3, 4, 6, 8, 10, 14, 20)
 

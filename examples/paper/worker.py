@@ -1,11 +1,18 @@
-"""One cell of a table in a process of its own, started by the job list: ``python -m examples.paper.worker JOB``."""
+"""The cells of a table, each in a process of its own: ``python -m examples.paper.worker``, started by the job list.
+
+Imports take seconds, so that they are made once: each cell is a fork of a process that has done nothing else.
+"""
 
 import json
+import os
 import sys
 import time
+import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from filelock import FileLock
@@ -18,6 +25,8 @@ from workloads import environment, records
 from workloads.problems import PROBLEMS
 
 _SECONDS_BETWEEN_REPORTS = 0.3
+# What data and optimizers import at first need. The only threads it starts are OpenBLAS's, which mind forks.
+_AHEAD = ("sklearn.datasets", "torchvision.datasets", "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,9 @@ class Job:
 
     def log(self) -> Path:
         return Path(self.directory) / "cells" / f"{Cell(**self.cell).key}.jsonl"
+
+    def errors(self) -> Path:
+        return self.log().with_suffix(".stderr")
 
 
 class Reporter:
@@ -93,5 +105,30 @@ def _run(job: Job, cell: Cell, log: Path) -> list[dict[str, Any]]:
     )
 
 
+def serve() -> None:
+    """Work on the jobs that come in, a line each; say how each ended, whatever became of it: ``{"exit": status}``."""
+    for name in _AHEAD:
+        with suppress(ModuleNotFoundError):  # missed where it is used
+            import_module(name)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _work_alone(Job(**json.loads(line)))
+        _, status = os.waitpid(child, 0)
+        print(json.dumps({"exit": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+def _work_alone(job: Job) -> NoReturn:
+    """Work on a job and end this process at once: taking down all that was imported takes a second."""
+    with job.errors().open("wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    try:
+        work(job)
+    except BaseException:
+        traceback.print_exc()  # its last line is what the job list tells
+        os._exit(1)
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    work(Job(**json.loads(sys.argv[1])))
+    serve()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SymmetricOperator:
     """A symmetric matrix H, or one for each channel group, that need not be formed: use ``H @ M``.
 
@@ -36,12 +36,16 @@ class SymmetricOperator:
             raise ValueError(f"H has shape {list(self.shape)}; it multiplies [{d}] or [{d}, k], not {list(M.shape)}.")
         return self.times(M.to(self.device, self.dtype)).to(self.dtype)
 
+    def __repr__(self) -> str:
+        """Describe it by its shape."""
+        return f"SymmetricOperator({list(self.shape)})"
+
     def dense(self) -> Tensor:
         """H, formed: [*B, d, d]."""
         return self @ torch.eye(self.shape[-1], dtype=self.dtype, device=self.device).expand(self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inverses:
     """What an optimizer holds for a layer: its direction is H_G M H_A, ``eq_18``.
 
@@ -56,6 +60,10 @@ class Inverses:
     H_G: Tensor | SymmetricOperator
     dampings: tuple[float | Tensor, float | Tensor] | None = None
     fisher: bool = False
+
+    def __repr__(self) -> str:
+        """Describe both by their shapes."""
+        return f"Inverses(H_A={list(self.H_A.shape)}, H_G={list(self.H_G.shape)}, fisher={self.fisher})"
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """H_A and H_G, formed."""

@@ -1,5 +1,7 @@
 """What `diagnostics()` reports, against counts and eigenvalues found otherwise."""
 
+import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -38,7 +40,7 @@ def batch(model: nn.Module, k: int, size: int = 8) -> Minibatch:
 
 
 def by_name(optimizer: Any) -> dict[str, Any]:
-    return {d.name: d for d in optimizer.diagnostics()}
+    return {d.name: d for d in optimizer.diagnostics(eigenvalues=True)}
 
 
 def test_before_the_first_step_there_is_nothing_to_describe() -> None:
@@ -103,7 +105,7 @@ def test_pairs_that_say_nothing_are_not_formed() -> None:
     optimizer = KBFGS.as_printed(model, **COMMON)
     for k in range(5):
         optimizer.step(batch(model, k))
-    conv, linear = optimizer.diagnostics()
+    conv, linear = optimizer.diagnostics(eigenvalues=True)
     assert conv.G is not None and conv.A is not None and linear.G is not None
     assert (conv.G.kept, conv.G.damped, conv.G.skipped) == (0, 0, 0) and conv.A.kept == 5
     assert conv.G.smallest == conv.G.largest == pytest.approx(1 / conv.G.damping)
@@ -189,7 +191,7 @@ def test_every_member_has_diagnostics(name: str) -> None:
     optimizer = member.make(model, lr=0.1, damping=0.5, **given)
     for k in range(3):
         optimizer.step(batch(model, k))
-    found = optimizer.diagnostics()
+    found = optimizer.diagnostics(eigenvalues=True)
     assert [d.name for d in found] == ["0", "2", "5"]
     for d in found:
         state, layer = optimizer.state[model.get_submodule(d.name).weight], model.get_submodule(d.name)
@@ -212,3 +214,76 @@ def test_every_member_has_diagnostics(name: str) -> None:
         assert (d.A.kept > 0) == (d.leverage is not None) == member.action_A
         assert (d.G.kept > 0) == (member.secant_G or member.action_G)
     assert "smallest" in str(found[0])  # a line that a person can read
+
+
+# ------------------------------------------------------------------ printed, logged, cheap
+
+
+def trained(steps: int = 3) -> Any:
+    model = net()
+    optimizer = KBFGS.as_printed(model, **COMMON)
+    for k in range(steps):
+        optimizer.step(batch(model, k))
+    return optimizer
+
+
+def table(optimizer: Any, **options: bool) -> list[list[str]]:
+    lines = str(optimizer.diagnostics(**options)).splitlines()
+    assert len({len(line) for line in lines}) == 1  # all columns end where their heads do
+    return [line.split() for line in lines]
+
+
+def test_what_it_returns_prints_as_a_table() -> None:
+    optimizer = trained()
+    found, (head, *rows_) = optimizer.diagnostics(eigenvalues=True), table(optimizer, eigenvalues=True)
+    assert head == ["layer", "inverse", "kept", "damped", "skipped", "smallest", "largest", "damping", "leverage"]
+    assert [row[:2] for row in rows_] == [[name, side] for name in ("0", "2", "5") for side in ("H_A", "H_G")]
+    for d, row_A, row_G in zip(found, rows_[::2], rows_[1::2], strict=True):
+        for side, row in ((d.A, row_A), (d.G, row_G)):
+            assert [int(cell) for cell in row[2:5]] == [side.kept, side.damped, side.skipped]
+            want = [side.smallest, side.largest, side.damping]
+            assert [float(cell) for cell in row[5:8]] == pytest.approx(want, rel=6e-3)  # three digits
+        assert float(row_A[8]) == pytest.approx(d.leverage, rel=6e-3) and row_G[8] == "-"
+
+
+def test_a_table_before_the_first_step_has_no_numbers() -> None:
+    _, *rows_ = table(KBFGS.as_printed(net()))
+    assert len(rows_) == 6 and {cell for row in rows_ for cell in row[2:]} == {"-"}
+
+
+def test_the_default_finds_no_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take d³ operations, and so does writing out an H that is kept as pairs: neither happens."""
+    optimizer = trained()
+    whole = optimizer.diagnostics(eigenvalues=True)
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("expensive")
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", never)
+    monkeypatch.setattr("kfqn_ext.linalg.operators.Inverses.dense", never)
+    cheap = optimizer.diagnostics()
+    assert not {"smallest", "largest"} & set(table(optimizer)[0])
+    for short, long in zip(cheap, whole, strict=True):
+        assert (short.name, short.leverage) == (long.name, long.leverage)
+        for a, b in ((short.A, long.A), (short.G, long.G)):
+            assert (a.smallest, a.largest) == (None, None)
+            assert a == dataclasses.replace(b, smallest=None, largest=None)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("eigenvalues", [False, True])
+def test_as_dict_has_flat_names_and_numbers_of_python(name: str, eigenvalues: bool) -> None:
+    model, member = net(), FAMILY[name]
+    optimizer = member.make(model, lr=0.1, damping=0.5)
+    assert optimizer.diagnostics(eigenvalues).as_dict() == {}
+    for k in range(2):
+        optimizer.step(batch(model, k))
+    found = optimizer.diagnostics(eigenvalues)
+    flat = found.as_dict()
+    assert {type(value) for value in flat.values()} == {int, float} and json.loads(json.dumps(flat)) == flat
+    numbers = {"kept", "damped", "skipped", "damping", *(("smallest", "largest") if eigenvalues else ())}
+    for d in found:
+        for side, inverse in (("H_A", d.A), ("H_G", d.G)):
+            of_side = {key: value for key, value in flat.items() if key.startswith(f"{d.name}/{side}/")}
+            assert of_side == {f"{d.name}/{side}/{number}": getattr(inverse, number) for number in numbers}
+        assert flat.get(f"{d.name}/leverage") == d.leverage

@@ -171,7 +171,7 @@ def test_the_provable_variant_stays_inside_its_bounds(lr: float, damping_A: floa
         x = torch.rand(8, 1, 6, 6, dtype=F64)
         y = (x.mean((1, 2, 3)) > 0.5).long() + (x[:, 0, 0, 0] > 0.5)
         losses.append(float(optimizer.step(Minibatch(model, F.cross_entropy, x, y))))
-        for d in optimizer.diagnostics():
+        for d in optimizer.diagnostics(eigenvalues=True):
             assert d.A is not None and d.G is not None
             layer = model.get_submodule(d.name)
             extremes[layer].append((d.A.smallest * d.G.smallest, d.A.largest * d.G.largest, d.G.smallest, d.G.largest))

@@ -24,7 +24,7 @@ FAMILIES = """
 ## torchvision's classification models
 
 Layers with a Kronecker block by the optimizer's table, of all Linear and Conv layers. Swin's attention multiplies with
-the weights of its `qkv` and `proj` layers without calling them: the optimizer notices in the first step, names them in
+the weights of its `qkv` and `proj` layers without calling them. The optimizer notices in the first step, names them in
 a warning, and they move without a block. ViT's `in_proj_weight` and `out_proj` belong to MultiheadAttention.
 
 | family | model | layers | parameters in them |

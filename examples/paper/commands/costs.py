@@ -10,7 +10,6 @@ from rich.markdown import Markdown
 from tqdm import tqdm
 
 from examples.paper.commands.run import MethodName, ProblemName
-from examples.paper.costs import render_costs
 from examples.paper.defaults import frequencies
 from workloads import environment, records
 from workloads.bench import Bench
@@ -55,6 +54,8 @@ class CostsRun:
     """Threads of torch; 0 for its own choice."""
 
     def main(self) -> None:
+        from examples.paper.costs import render_costs  # with pandas, which takes its time
+
         environment.prepare(self.threads)
         name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         jobs = [(w, method, p) for w, p in self._workloads() for method in self.methods]

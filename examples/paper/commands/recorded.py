@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
 import torch
 import tyro
 from rich.console import Console
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from examples.paper.commands.machine import Machine
-from examples.paper.page import markdown
 from kfqn_ext.optim import KFAC, running_mean
 from kfqn_ext.optim.inverses import GammaInverse, OmegaInverse
 from workloads import environment, records
@@ -143,6 +141,10 @@ def render(path: Path) -> str:
 
     Of runs that differ in their epochs alone, it has the longest.
     """
+    import pandas as pd  # takes its time
+
+    from examples.paper.page import markdown
+
     longest = {_which(run): run for run in sorted(records.read(path), key=_epochs)}
     runs = sorted(longest.values(), key=lambda run: (_label(run) != str(THEIR_SEED), _which(run)))
     epochs = range(1, max((len(run["losses"]) for run in runs), default=0) + 1)

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 
-from examples.paper.costs import is_costs, render_costs
-from examples.paper.page import Section, render, section_of_runs, section_of_table
 from examples.paper.sources import table_in
 from workloads import environment
+
+if TYPE_CHECKING:
+    from examples.paper.page import Section
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Report:
 
     def _text(self) -> str:
         """The page; draws its figures where it is to be written."""
+        from examples.paper.costs import render_costs
+        from examples.paper.page import render  # with matplotlib and pandas, which take their time
+
         command = environment.command("examples.paper")
         blocks = [f"# Results\n\nMade by `{command}`; every number comes from the logs of the runs."]
         taken: set[str] = set()
@@ -64,8 +68,11 @@ class Report:
                 blocks.append(render(own, self.page))
         return "\n\n".join(blocks) + "\n"
 
-    def _sections(self) -> list[Section | Path]:
+    def _sections(self) -> "list[Section | Path]":
         """One section a table or file of costs, in order; then one for all single runs."""
+        from examples.paper.costs import is_costs
+        from examples.paper.page import section_of_runs, section_of_table
+
         runs = [path for path in self.paths if path.is_file() and not is_costs(path) and table_in(path) is None]
         others = [path for path in self.paths if path not in runs]
         sections: list[Section | Path] = [path if is_costs(path) else section_of_table(path) for path in others]

@@ -16,7 +16,6 @@ from examples.paper.commands.run import MethodName, ProblemName
 from examples.paper.defaults import Overrides
 from examples.paper.jobs import pending, work_off
 from examples.paper.progress import Board
-from examples.paper.results import found, load
 from examples.paper.sources import describe
 from examples.paper.tables import TABLES, Table, Values, cells_of, parse_changes
 from examples.paper.worker import Job
@@ -131,6 +130,8 @@ class TableRun:
 
 
 def _found(directory: Path) -> dict[tuple[str, str], Overrides]:
+    from examples.paper.results import found, load  # with pandas, which takes its time
+
     values = found(load([directory]))
     if not values:
         raise ValueError(

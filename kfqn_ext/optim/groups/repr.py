@@ -1,4 +1,4 @@
-"""The text of ``repr(optimizer)``."""
+"""The text of ``repr(optimizer)``, and tables of words and numbers."""
 
 from collections.abc import Sequence
 from math import prod
@@ -29,15 +29,20 @@ def render(
         scheduled = followed(group, functions)
         shown = {k: f"{v} (a function of the step)" if k in scheduled else v for k, v in group.items()}
         lines.append(f"  group {i}: " + ", ".join(f"{k}={v}" for k, v in shown.items() if k not in hidden))
-    cells = [("parameter", "shape", "treatment", "how, or why")]
+    cells = [["parameter", "shape", "treatment", "how, or why"]]
     for r in treatments:
         treatment = other if r.treatment == OTHER else r.treatment
-        cells.append((r.parameter, "×".join(map(str, r.shape)) or "scalar", treatment, r.reason))
-    widths = [max(len(row[i]) for row in cells) for i in range(3)]
-    for row in cells:
-        lines.append("  " + "  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=True)), row[3]]))
+        cells.append([r.parameter, "×".join(map(str, r.shape)) or "scalar", treatment, r.reason])
+    lines += [f"  {line}" for line in aligned(cells, words=4)]
     sizes = [(prod(r.shape), r.treatment != OTHER) for r in treatments if r.reason != GONE]
     total, covered = sum(size for size, _ in sizes), sum(size for size, has_block in sizes if has_block)
     lines += [f"  in blocks: {covered / total:.1%} of {total:,} parameters"]
     lines += [f"  state of these layers: {share}"] if share else []
     return "\n".join([*lines, ")"])
+
+
+def aligned(rows: Sequence[Sequence[str]], words: int) -> list[str]:
+    """Lay rows out in columns: the first ``words`` columns on the left, those of numbers on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [f"{'<' if i < words else '>'}{width}" for i, width in enumerate(widths)]
+    return ["  ".join(map(format, row, sides)).rstrip() for row in rows]
