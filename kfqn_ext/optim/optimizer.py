@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self, Unpack
 
-from kfqn_ext._torch import accumulates_gradient_of
+from kfqn_ext._torch import accumulates_gradient_of, rest, rows_of
 from kfqn_ext.extensions import KBFGSQuantities, LayerExtension, extend, listen
 from kfqn_ext.linalg.operators import Inverses
 from kfqn_ext.linalg.splits import LARGE_EPSILON, is_relative
@@ -157,9 +157,10 @@ class KroneckerOptimizer(Optimizer):
         reduction = options["reduction"]
         model, ranks = ranks_of(model, options["process_group"])
         checks.options(step_cap, fraction, recipe)
-        owners = Owners(recipe, ranks if options["shard_state"] else OneProcess())
-        if owners.several:
-            checks.can_be_sharded(recipe, type(self).__name__)
+        is_shared = options["shard_state"] or ranks.rows is not None
+        owners = Owners(recipe, ranks if is_shared else OneProcess(), ranks.rows)
+        if is_shared and ranks.several:
+            checks.can_be_sharded(recipe, type(self).__name__, ranks.rows is not None)
         KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
         defaults = {
             "lr": lr,
@@ -301,6 +302,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _ready(self) -> Iteration | None:
         """The minibatch that this step is of; None for one that nothing was measured of."""
+        rest(self._model)  # else the next pass would run with weights that were gathered before this step
         self._planned.check_places()
         it = self._iteration
         if it is not None and it.stepped:
@@ -354,9 +356,10 @@ class KroneckerOptimizer(Optimizer):
         """‖∂p‖_F of each parameter that has a gradient, [], in float32 at least."""
         # The Euclidean norm: on a CPU it costs a twentieth of the largest entry.
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        grads = [as_real(grad) for grad in self._gradients()]
+        grads = [as_real(rows_of(grad)) for grad in self._gradients()]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-        return dict(zip(parameters, torch._foreach_norm(grads, 2, dtype), strict=True))
+        norms = self._preconditioner.owners.norms(torch._foreach_norm(grads, 2, dtype))
+        return dict(zip(parameters, norms, strict=True))
 
     def _finite(self, grad_norms: Mapping[Tensor, Tensor], it: Iteration | None) -> Tensor:
         """Whether all gradients are finite, and small enough to be squared, and the loss is, bool []."""
@@ -406,6 +409,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _begin(self) -> None:
         """Leave the minibatch before behind."""
+        rest(self._model)
         self._planned.check_places()
         checks.hooks(self._planned.layers.values(), type(self).__name__)
         self._forget_empty_state()
@@ -803,7 +807,7 @@ class KroneckerOptimizer(Optimizer):
         if self._iteration is not None or self.state or any(float(group["lr"]) != 0 for group in self.param_groups):
             return False
         gradients = self._gradients()
-        return bool(gradients) and not any(bool(g.any()) for g in gradients)
+        return bool(gradients) and not any(bool(rows_of(g).any()) for g in gradients)
 
     def _make_empty_state(self) -> None:
         self._state_is_empty = True

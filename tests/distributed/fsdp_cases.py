@@ -11,9 +11,24 @@ import torch.nn.functional as F
 from backpack import backpack
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from kfqn_ext.extensions import KBFGSQuantities, KFACFactors, extend, input_gradients_only
-from tests.distributed.cases import CASES, NETS, case, data, equal_shares, same, share
+from tests.distributed.cases import (
+    NETS,
+    TOLERANCE,
+    Pair,
+    alone,
+    by_closure,
+    case,
+    data,
+    equal_shares,
+    parameters,
+    same,
+    share,
+    unequal_shares,
+)
+from tests.optim.family import FAMILY
 
 FIELDS = ("a_bar", "h_bar", "dh_bar")
 
@@ -65,3 +80,47 @@ def quantities(ranks: int, which: tuple[str, str, str, str]) -> None:
                     same(getattr(q, name), getattr(r, name), 1e-12)
                 s = torch.ones_like(r.a_bar)
                 same(q.A @ s, r.A @ s, 1e-12)
+
+
+# ------------------------------------------------------------------ the same steps as one process
+
+
+def pair_of(row: str, net: str, way: str = "whole", reshard: str = "as torch does", **options: Any) -> Pair:
+    """A model that processes share, and its twin that this process trains with the data of all."""
+    member, build = FAMILY[row], NETS[net][0]
+    model, twin = WAYS[way](build(), **RESHARDS[reshard]), build()
+    setting = {"lr": 0.1, "damping": 0.5, **options}
+    optimizer = member.make(model, **setting)
+    return Pair(model, optimizer, twin, member.make(twin, process_group=alone(), **setting), member.samples)
+
+
+def joined(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def check(pair: Pair, tolerance: float = TOLERANCE) -> None:
+    """Parameters beside those of one process; each layer's state beside its, on one rank, and all other state too."""
+    layers = {p: layer for layer in pair.optimizer._planned.layers.values() for p in (layer.weight, layer.bias)}
+    owners = pair.optimizer._preconditioner.owners
+    for p, twin in zip(parameters(pair.optimizer), parameters(pair.reference), strict=True):
+        assert isinstance(p, DTensor)
+        same(joined(p), twin, tolerance)
+        state = pair.optimizer.state.get(p, {})
+        found, want = {key: joined(state[key]) for key in sorted(state)}, pair.reference.state.get(twin, {})
+        if p not in layers or owners.owns(layers[p]):
+            assert set(found) == set(want), (set(found), set(want))
+            for key in want:
+                same(found[key], want[key], tolerance)
+        else:
+            assert set(found) <= {"num_locations"}, set(found)
+
+
+ROWS_OF_STEPS = ("KBFGS", "KBFGS, untuned", "KFAC, untuned", "KBFGSL")
+
+
+@case(*((row, net, way) for row in ROWS_OF_STEPS for net in ("mlp", "cnn") for way in WAYS))
+def fsdp_steps(ranks: int, which: tuple[str, str, str]) -> None:
+    row, net, way = which
+    pair = pair_of(row, net, way, T=2)
+    by_closure(pair, net, unequal_shares(ranks))
+    check(pair)

@@ -155,14 +155,17 @@ def options(step_cap: float | None, fraction: float, recipe: Recipe) -> None:
         raise ValueError(f"Invalid second_pass_fraction: {fraction}. It must be in (0, 1].")
 
 
-def can_be_sharded(recipe: Recipe, name: str) -> None:
+def can_be_sharded(recipe: Recipe, name: str, by_fsdp: bool) -> None:
     """Raise a ValueError where one process can't keep what others need in their backward pass."""
     rule = type(recipe.output_inverse)
+    what, instead = ("shard_state=True", "shard_state=False")
+    if by_fsdp:
+        what, instead = "a model of fully_shard, whose state is divided too", "DistributedDataParallel"
     if rule.probe is not OutputInverse.probe:
         raise ValueError(
-            f"shard_state=True: {name} looks at Γ during the backward pass, in directions that {rule.__name__} chooses "
-            "from state, and each process would need the state of all layers for that. Use shard_state=False, or an "
-            "optimizer that learns H_G from two passes, as KBFGS does."
+            f"{what}: {name} looks at Γ during the backward pass, in directions that {rule.__name__} chooses from "
+            f"state, and each process would need the state of all layers for that. Use {instead}, or an optimizer that "
+            "learns H_G from two passes, as KBFGS does."
         )
 
 

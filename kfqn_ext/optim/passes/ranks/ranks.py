@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfqn_ext.extensions import InputMoments, with_outputs
+from kfqn_ext.extensions import InputMoments, LayerMoments, with_outputs
 from kfqn_ext.extensions.pooling import Counted, Counts, means_of
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim.inverses import Measured
 from kfqn_ext.optim.passes.measurement import Results
 from kfqn_ext.optim.passes.ranks.bucket import Bucket
+from kfqn_ext.optim.passes.ranks.divided import group_of
 from kfqn_ext.optim.passes.ranks.letters import Letters, in_world
+from kfqn_ext.optim.passes.ranks.rows import Rows
 from kfqn_ext.optim.passes.ranks.weights import Table, Weight
 
 Directions = Callable[[Mapping[nn.Module, Tensor]], Mapping[nn.Module, Tensor | None]]
@@ -32,12 +34,14 @@ class Ranks(Protocol):
         rank: Which one this is.
         size: How many there are.
         is_chosen: Whether somebody has said which ranks train together.
+        rows: Moves rows of weights, where a rank has rows alone; None where it has a copy of the model.
     """
 
     several: bool
     rank: int
     size: int
     is_chosen: bool
+    rows: Rows | None
 
     def pooled(
         self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
@@ -83,7 +87,7 @@ class Ranks(Protocol):
 class OneProcess:
     """Nothing to pool."""
 
-    several, rank, size = False, 0, 1
+    several, rank, size, rows = False, 0, 1, None
 
     def __init__(self, is_chosen: bool = False) -> None:
         """One process for itself, because somebody said so or for there is no other."""
@@ -120,9 +124,10 @@ class OneProcess:
 
 
 class SeveralProcesses:
-    """The processes of a group, whose copies of the model get the same gradient.
+    """The processes of a group, whose copies of the model get the same gradient, or which share one model.
 
     Attributes:
+        rows: Moves rows of weights, where they share it.
         messages: How many collectives there were.
         bytes_sent: How much this rank gave to them.
     """
@@ -130,17 +135,22 @@ class SeveralProcesses:
     several, is_chosen = True, True
 
     def __init__(
-        self, group: distributed.ProcessGroup | None, wrappers: Sequence[DistributedDataParallel] = ()
+        self,
+        group: distributed.ProcessGroup | None,
+        wrappers: Sequence[DistributedDataParallel] = (),
+        rows: Rows | None = None,
     ) -> None:
         """Train together with the processes of a group; None for all.
 
         Args:
             group: The group.
             wrappers: Whose ``forward`` the passes run.
+            rows: Moves rows of weights, where each process has rows alone.
         """
+        self.rows = rows
         self._group, self._wrappers = group, list(wrappers)
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        self._gradient_is_known = False
+        self._gradient_is_known = rows is not None  # one gradient, of which each has rows
         self.messages = self.bytes_sent = 0
 
     def pooled(  # noqa: D102
@@ -178,13 +188,14 @@ class SeveralProcesses:
         chosen = directions({module: of_all.a_bar for module, _, of_all in inputs})
         for module, kind, of_all in inputs:
             s = chosen[module]
-            new[module][kind] = replace(with_outputs(module, of_all), operator=None, s=s)
+            new[module][kind] = moments = replace(with_outputs(module, of_all), operator=None, s=s)
             if s is not None:
-                sent.append((module, kind, bucket.add(_product(own[module][kind], s))))
+                sent.append((module, kind, "A_s", bucket.add(_product(own[module][kind], s)), of_all.num_data))
+            if self.rows is not None and isinstance(moments, LayerMoments):  # of the rows of W that are here
+                sent.append((module, kind, "h_bar", bucket.add(moments.h_bar), 1))
         found = self._sent(bucket)
-        for module, kind, n in sent:
-            quantity = new[module][kind]
-            new[module][kind] = replace(quantity, A_s=found[n] / quantity.num_data)
+        for module, kind, name, n, terms in sent:
+            new[module][kind] = replace(new[module][kind], **{name: found[n] / terms})
         return whole.like({module: Measured(quantities) for module, quantities in new.items()})
 
     def _check_wrappers(self) -> None:
@@ -240,7 +251,7 @@ class SeveralProcesses:
         self._gradient_is_known = True
 
     def check_again(self) -> None:  # noqa: D102
-        self._gradient_is_known = False
+        self._gradient_is_known = self.rows is not None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -286,11 +297,17 @@ def ranks_of(
 
     Args:
         model: A model, a ``DistributedDataParallel`` around one, or a module that holds one.
-        group: The group of processes, where no wrapper says it.
+        group: The group of processes, where neither a wrapper nor ``fully_shard`` says it.
 
     Returns:
         The model without a wrapper around it, and the ranks.
+
+    Raises:
+        UnsupportedLayerError: If processes share the model in a way in which layers can't be measured.
     """
+    of_shards = group_of(model)
+    if of_shards is not None:
+        return model, SeveralProcesses(of_shards, rows=Rows(of_shards))
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     if group is None and not wrappers:
