@@ -302,8 +302,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _ready(self) -> Iteration | None:
         """The minibatch that this step is of; None for one that nothing was measured of."""
-        rest(self._model)  # else the next pass would run with weights that were gathered before this step
-        self._planned.check_places()
+        self._check_places()
         it = self._iteration
         if it is not None and it.stepped:
             self._warn_once(_NEVER_RAN)
@@ -391,7 +390,9 @@ class KroneckerOptimizer(Optimizer):
             NotImplementedError: In several processes.
             ValueError: If all batches are empty, or a schedule has left its range.
         """
-        checks.surroundings(self, "state" not in vars(self) or self._passes.ranks.is_chosen)
+        checks.wrapper(self)
+        self._check_places()
+        checks.processes(self, self._passes.ranks.is_chosen)
         self._begin()
         trained, due, fresh = self._trained()
         learner, fraction = self._preconditioner, self._passes.fraction
@@ -409,8 +410,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _begin(self) -> None:
         """Leave the minibatch before behind."""
-        rest(self._model)
-        self._planned.check_places()
+        self._check_places()
         checks.hooks(self._planned.layers.values(), type(self).__name__)
         self._forget_empty_state()
         self._follow_parameters()
@@ -418,6 +418,11 @@ class KroneckerOptimizer(Optimizer):
             self._warn_once(_NEVER_RAN)
         self._iteration = None
         self._apply_schedules()
+
+    def _check_places(self) -> None:
+        """Raise a RuntimeError where the model trains other parameters than those that are optimized."""
+        rest(self._model)  # what was gathered is none; and the next pass would run with it, whatever has moved since
+        self._planned.check_places()
 
     def _trained(self) -> tuple[list[Block], list[Block], list[Block]]:
         """Layers whose weight is trained; of these, those that are to learn, and those without curvature."""
@@ -462,7 +467,7 @@ class KroneckerOptimizer(Optimizer):
         checks.hooks(self._planned.layers.values(), type(self).__name__)
         heard = self._passes.listening.take()
         if heard is not None and self._iteration is None:
-            checks.surroundings(self, self._passes.ranks.is_chosen)
+            checks.processes(self, self._passes.ranks.is_chosen)
             checks.loss_scale(heard)
             self._iteration = Iteration(self.param_groups[0]["step"] + 1, heard.results(), self._passes.fraction)
 
@@ -735,9 +740,9 @@ class KroneckerOptimizer(Optimizer):
         """
         state_dict, owners = self.state_dict(), self._preconditioner.owners
         parts = owners.mail.gathered(checkpoint.owned_part(state_dict, self._parameters(), self._planned, owners), rank)
+        state = checkpoint.with_whole_tensors(state_dict["state"], owners, rank)
         if parts is None or self._passes.ranks.rank != rank:
             return None
-        state = state_dict["state"]
         for part in parts:
             state |= part
         return {**state_dict, "state": state}
@@ -792,6 +797,8 @@ class KroneckerOptimizer(Optimizer):
                 del self.state[p]
             else:
                 self.state[p] = checkpoint.fitted(saved, p)
+                if p not in self._planned.layers and p not in self._planned.covered:
+                    self.state[p] = checkpoint.divided(self.state[p], p)
 
     def _follow_parameters(self) -> None:
         """Bring the state to where the parameters are, and to their dtype: after ``model.double()`` and its like."""

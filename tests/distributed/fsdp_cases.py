@@ -1,5 +1,6 @@
 """What FSDP2 must not break: weights are whole inside the hooks, and rows of them lie on each rank between passes."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -7,27 +8,41 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from backpack import backpack
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from kfqn_ext.extensions import KBFGSQuantities, KFACFactors, extend, input_gradients_only
+from kfqn_ext.errors import UnsupportedLayerError
+from kfqn_ext.extensions import KBFGSQuantities, extend, input_gradients_only
 from tests.distributed.cases import (
+    F64,
     NETS,
+    STEPS,
     TOLERANCE,
     Pair,
     alone,
+    assert_equal,
     by_closure,
     case,
     data,
     equal_shares,
+    in_a_folder_of_all,
+    mlp,
     parameters,
+    parts_for_dcp,
+    read_by_dcp,
     same,
+    scaled_loss,
+    second_best,
     share,
     unequal_shares,
 )
+from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
 from tests.optim.family import FAMILY
 
 FIELDS = ("a_bar", "h_bar", "dh_bar")
@@ -123,4 +138,264 @@ def fsdp_steps(ranks: int, which: tuple[str, str, str]) -> None:
     row, net, way = which
     pair = pair_of(row, net, way, T=2)
     by_closure(pair, net, unequal_shares(ranks))
+    check(pair)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a rate that is a tensor, and decay": {"row": "KBFGS, untuned", "lr": torch.tensor([0.1], dtype=F64), "weight_decay": 0.1},
+    "rounded directions": {"row": "KBFGS, untuned", "direction_dtype": torch.float32},
+    "a cap": {"row": "KBFGS", "step_cap": 1e-3},
+}  # fmt: skip
+
+
+@case(*OPTIONS)
+def fsdp_options(ranks: int, name: str) -> None:
+    options = dict(OPTIONS[name])
+    pair = pair_of(options.pop("row"), "mlp", "by layer", **options)
+    by_closure(pair, "mlp", equal_shares(ranks))
+    check(pair)
+
+
+@case("whole", "by layer")
+def fsdp_micro_batches(ranks: int, way: str) -> None:
+    """Of which the last alone sends gradients; evaluations gather weights in between, and leave them so."""
+    pair, sizes = pair_of("KBFGS", "cnn", way), equal_shares(ranks)
+
+    def passes(k: int) -> None:
+        x, y = (share(t, sizes).chunk(4) for t in data("cnn", k))
+        for number, (x_, y_) in enumerate(zip(x, y, strict=True), 1):
+            pair.model.set_requires_gradient_sync(number == 4)
+            (scaled_loss(sizes)(pair.model(x_), y_)).backward()
+
+    for k in range(STEPS):
+        pair.optimizer.zero_grad()
+        with torch.no_grad():
+            pair.model(data("cnn", k)[0])
+        with pair.optimizer.first_pass(keep_inputs=True):
+            passes(k)
+        with torch.no_grad():
+            pair.model(data("cnn", k)[0])
+        pair.optimizer.step()
+        if pair.optimizer.second_pass_due:
+            before = [p.grad for p in parameters(pair.optimizer)]
+            with pair.optimizer.second_pass():
+                passes(k)
+            assert all(p.grad is g for p, g in zip(parameters(pair.optimizer), before, strict=True))
+    for k in range(STEPS):
+        pair.reference.step(Minibatch(pair.twin, F.cross_entropy, *data("cnn", k)))
+    check(pair)
+
+
+@case("closure", "Minibatch")
+def fsdp_gradients_do_not_pile_up(ranks: int, form: str) -> None:
+    """Whatever was gathered when they were cleared; a step by a closure that clears them first is the same."""
+    pair, sizes = pair_of("KBFGS", "mlp"), equal_shares(ranks)
+    for k in range(4):
+        x, y = (share(t, sizes) for t in data("mlp", k))
+        with torch.no_grad():
+            pair.model(x)
+        batch = Minibatch(pair.model, F.cross_entropy, x, y)
+
+        def closure() -> Tensor:
+            pair.optimizer.zero_grad()
+            loss = F.cross_entropy(pair.model(x), y)
+            loss.backward()
+            return loss
+
+        pair.optimizer.step(batch if form == "Minibatch" else closure)
+        pair.reference.step(Minibatch(pair.twin, F.cross_entropy, *data("mlp", k)))
+        for p, twin in zip(parameters(pair.optimizer), parameters(pair.reference), strict=True):
+            same(joined(p.grad), twin.grad)
+    check(pair)
+
+
+@case("KBFGS", "KFAC")
+def fsdp_warm_start(ranks: int, row: str) -> None:
+    pair, sizes = pair_of(row, "mlp", "by block"), equal_shares(ranks)
+    x, y = data("mlp", 100)
+
+    def sampled(model: nn.Module) -> Any:
+        return lambda batch: F.cross_entropy(model(batch[0]), second_best(model(batch[0]).detach())).backward()
+
+    mine = list(zip(share(x, sizes).split(4), share(y, sizes).split(4), strict=True))
+    pair.optimizer.warm_start(mine, sampled(pair.model) if pair.samples else None, progress=False)
+    every = list(zip(x.split(4), y.split(4), strict=True))
+    pair.reference.warm_start(every, sampled(pair.twin) if pair.samples else None, progress=False)
+    by_closure(pair, "mlp", sizes, range(5))
+    check(pair)
+
+
+@case("KBFGS", "KBFGS, untuned")
+def fsdp_batch_that_is_not_finite(ranks: int, row: str) -> None:
+    """Of one rank: nobody steps, and all go on."""
+    pair, sizes = pair_of(row, "mlp", "by layer"), equal_shares(ranks)
+    by_closure(pair, "mlp", sizes, range(3))
+    before = [joined(p).clone() for p in parameters(pair.optimizer)]
+    x, y = (share(t, sizes).clone() for t in data("mlp", 3))
+    x[0, 0] = float("nan") if dist.get_rank() == 0 else 0.0
+    pair.optimizer.step(Minibatch(pair.model, F.cross_entropy, x, y, None))
+    for p, old in zip(parameters(pair.optimizer), before, strict=True):
+        assert torch.equal(joined(p), old)
+    by_closure(pair, "mlp", sizes, range(3, 6))
+    check(pair)
+
+
+@case("KBFGS", "KBFGS, untuned")
+def fsdp_layer_that_is_measured_late(ranks: int, row: str) -> None:
+    """Until then it moves as others do, by its owner."""
+    pair, sizes = pair_of(row, "skipping", "whole"), equal_shares(ranks)
+    for calls, steps in ((False, range(4)), (True, range(4, STEPS))):
+        pair.model.calls = pair.twin.calls = calls
+        by_closure(pair, "skipping", sizes, steps)
+    check(pair)
+
+
+class Skipping(nn.Module):
+    """The first layer's weight is used without the layer, which can't be measured then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.calls = nn.Linear(6, 5), nn.Linear(5, 3), False
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x) if self.calls else F.linear(x, self.first.weight, self.first.bias)
+        return self.last(torch.tanh(hidden))
+
+
+NETS["skipping"] = lambda: Skipping().double(), (6,)
+
+
+@case()
+def fsdp_state_and_messages(ranks: int) -> None:
+    """Layers' state is on one rank each, as the plan says, and a step sends a gradient's size there and back."""
+    pair = pair_of("KBFGS", "mlp", "by layer", T=100)
+    by_closure(pair, "mlp", equal_shares(ranks), range(2))
+    owners, rows = pair.optimizer._preconditioner.owners, pair.optimizer._passes.ranks.rows
+    layers = pair.optimizer._planned.layers
+    size = sum(t.numel() * t.element_size() for w in layers for t in pair.optimizer.state[w].values())
+    sizes = [torch.zeros((), dtype=torch.float64) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor(float(size), dtype=torch.float64))
+    told = f"{float(max(sizes)) / float(sum(sizes)):.0%}"
+    assert f"{float(owners.share(layers).split('%')[0]):.0f}%" == told, (owners.share(layers), told)
+    before = rows.messages, rows.bytes_sent
+    by_closure(pair, "mlp", equal_shares(ranks), range(2, 3))
+    sent = torch.tensor([rows.messages - before[0], rows.bytes_sent - before[1]])
+    assert sent[0] == 2
+    dist.all_reduce(sent)
+    inside = sum(p.numel() for layer in layers.values() for p in (layer.weight, layer.bias)) * 8
+    assert int(sent[1]) <= 2 * inside
+
+
+# ------------------------------------------------------------------ what is refused, before anything moves
+
+
+def refused(error: type[Exception], message: str, build: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+@case()
+def fsdp_optimizer_that_was_built_before(ranks: int) -> None:
+    for row in ("KBFGS", "OnePassKBFGS"):
+        model = mlp()
+        optimizer = FAMILY[row].make(model, lr=0.1)
+        fully_shard(model)
+        before = [joined(p).clone() for p in model.parameters()]
+        x, y = (share(t, equal_shares(ranks)) for t in data("mlp", 0))
+        refused(RuntimeError, r"fully_shard was called after.*0\.weight.*Build it after fully_shard",
+                lambda o=optimizer, m=model: o.step(Minibatch(m, F.cross_entropy, x, y)))  # fmt: skip
+        assert all(torch.equal(joined(p), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@case()
+def fsdp_other_ways_to_divide(ranks: int) -> None:
+    line, plane = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (1, ranks))
+    styles = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+    tensor_parallel = parallelize_module(mlp(), line, styles)
+    extended = extend(tensor_parallel)
+    with pytest.raises(UnsupportedLayerError, match="divided among processes.*fully_shard"), backpack(KBFGSQuantities()):
+        extended(data("mlp", 0)[0]).sum().backward()
+    halves = mlp()
+    fully_shard(halves[0], mesh=line)
+    by_columns = fully_shard(mlp(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    outside = mlp()
+    fully_shard(outside, ignored_params={outside[0].weight})
+    with torch.device("meta"):
+        empty = fully_shard(mlp())
+    alone_ = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for message, model in (
+        ("tensor parallelism.*DistributedDataParallel", tensor_parallel),
+        ("a mesh of 2 dimensions.*one dimension", fully_shard(mlp(), mesh=plane)),
+        (r"FullyShardedDataParallel keeps.*fully_shard\(model\)", FullyShardedDataParallel(mlp(), device_id=None)),
+        (r"2.weight.*outside of all units.*fully_shard\(model\)", halves),
+        ("not by rows.*shard_placement_fn", by_columns),
+        ("0.weight.*without ignored_params", outside),
+        ("on device meta.*offload_policy", empty),
+    ):
+        refused(UnsupportedLayerError, message, lambda m=model: KBFGS(m))
+    refused(ValueError, "process_group is not that of.*Leave it out", lambda: KBFGS(whole(mlp()), process_group=alone_))
+    refused(ValueError, "OnePassKBFGS looks at Γ.*DistributedDataParallel", lambda: OnePassKBFGS(whole(mlp())))
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+@case("KBFGS", "KBFGS, untuned", "KFAC, untuned")
+def fsdp_checkpoints(ranks: int, row: str) -> None:
+    """From FSDP2 to FSDP2 in other units, to DDP and to one process; and from DDP to FSDP2."""
+    pair, sizes = pair_of(row, "mlp", "by layer"), equal_shares(ranks)
+    by_closure(pair, "mlp", sizes, range(5))
+    whole_twin = copy.deepcopy((pair.twin.state_dict(), pair.reference.state_dict()))
+
+    def at_half(new: Pair) -> Pair:
+        with torch.no_grad():
+            for p in new.model.parameters():
+                p.zero_()
+        new.twin.load_state_dict(whole_twin[0])
+        new.reference.load_state_dict(copy.deepcopy(whole_twin[1]))
+        return new
+
+    def run(folder: str) -> None:
+        dcp.save(parts_for_dcp(pair.model, pair.optimizer), checkpoint_id=folder)
+        new = at_half(pair_of(row, "mlp", "whole"))
+        read_by_dcp(new.model, new.optimizer, folder, in_one=False)
+        by_closure(new, "mlp", sizes, range(5, STEPS))
+        check(new)
+        copies = at_half(Pair.of(row, "mlp"))
+        read_by_dcp(copies.model, copies.optimizer, folder, in_one=False)
+        by_closure(copies, "mlp", sizes, range(5, STEPS))
+        copies.check()
+        model = mlp()
+        optimizer = FAMILY[row].make(model, lr=0.1, damping=0.5, process_group=alone())
+        read_by_dcp(model, optimizer, folder, in_one=True)
+        assert_equal(model, optimizer, pair.twin, pair.reference)
+
+    def back(folder: str) -> None:
+        copies = Pair.of(row, "mlp", shard_state=True)
+        by_closure(copies, "mlp", sizes, range(5))
+        dcp.save(parts_for_dcp(copies.model, copies.optimizer), checkpoint_id=folder)
+        new = at_half(pair_of(row, "mlp", "by block"))
+        read_by_dcp(new.model, new.optimizer, folder, in_one=False)
+        by_closure(new, "mlp", sizes, range(5, STEPS))
+        check(new)
+
+    in_a_folder_of_all(run)
+    in_a_folder_of_all(back)
+
+
+@case("KBFGS", "KBFGS, untuned")
+def fsdp_whole_state_on_one_rank(ranks: int, row: str) -> None:
+    pair, sizes = pair_of(row, "mlp", "by layer"), equal_shares(ranks)
+    by_closure(pair, "mlp", sizes, range(5))
+    given = [pair.optimizer.gather_state(ranks - 1)]
+    assert (given[0] is None) is (dist.get_rank() != ranks - 1)
+    dist.broadcast_object_list(given, ranks - 1)
+    for key, state in pair.reference.state_dict()["state"].items():
+        assert set(given[0]["state"].get(key, {})) == set(state)
+        for name in state:
+            same(given[0]["state"][key][name], state[name])
+    pair.reference.load_state_dict(copy.deepcopy(given[0]))
+    pair.optimizer.load_state_dict(copy.deepcopy(given[0]))
+    by_closure(pair, "mlp", sizes, range(5, STEPS))
     check(pair)

@@ -16,13 +16,17 @@ from kfqn_ext.optim.passes.measurement import Measurement, Results
 from kfqn_ext.optim.recipe import Recipe, SecondPass
 
 
-def surroundings(optimizer: Optimizer, is_chosen: bool) -> None:
-    """Raise inside a trainer's wrapper, and in several processes of which nobody has said how they train."""
+def wrapper(optimizer: Optimizer) -> None:
+    """Raise a RuntimeError inside a trainer's wrapper."""
     if "state" not in vars(optimizer):  # Lightning's wrapper inherits from what it wraps and shares no attribute
         raise RuntimeError(
             "first_pass() was called on a trainer's wrapper, which keeps what it measures from the optimizer. Call "
             "it on the optimizer inside: optimizer.optimizer.first_pass(), and second_pass() alike."
         )
+
+
+def processes(optimizer: Optimizer, is_chosen: bool) -> None:
+    """Raise a RuntimeError in several processes of which nobody has said how they train."""
     if (
         not is_chosen
         and distributed.is_available()

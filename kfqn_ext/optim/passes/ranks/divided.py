@@ -33,7 +33,8 @@ def group_of(model: nn.Module) -> distributed.ProcessGroup | None:
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if "FullyShardedDataParallel" in kinds:
         raise UnsupportedLayerError(
             "FullyShardedDataParallel keeps the weights of several layers in one flat parameter, so that a layer has "
             "none of its own. Use torch.distributed.fsdp.fully_shard(model), and build the optimizer on that."

@@ -290,6 +290,15 @@ def _product(own: InputMoments, s: Tensor) -> Tensor:
         return own.operator.times(s) * own.num_data
 
 
+def _check_group(given: distributed.ProcessGroup | None, of_shards: distributed.ProcessGroup) -> None:
+    ranks = distributed.get_process_group_ranks(of_shards)
+    if given is not None and distributed.get_process_group_ranks(given) != ranks:
+        raise ValueError(
+            f"process_group is not that of the {len(ranks)} processes that fully_shard has divided the model among. "
+            "Leave it out: the model says it."
+        )
+
+
 def ranks_of(
     model: nn.Module, group: distributed.ProcessGroup | None
 ) -> tuple[nn.Module, OneProcess | SeveralProcesses]:
@@ -304,9 +313,11 @@ def ranks_of(
 
     Raises:
         UnsupportedLayerError: If processes share the model in a way in which layers can't be measured.
+        ValueError: If a group is given that is not the one that shares the model.
     """
     of_shards = group_of(model)
     if of_shards is not None:
+        _check_group(group, of_shards)
         return model, SeveralProcesses(of_shards, rows=Rows(of_shards))
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     inner = model.module if isinstance(model, DistributedDataParallel) else model
