@@ -251,21 +251,14 @@ def rows_among_zeros(t: Tensor) -> Tensor:
     return whole
 
 
-def divided_like(own: Tensor, p: Tensor) -> Tensor:
-    """A tensor of p's shape that is divided as p is, from the rows that this process is to hold."""
-    divided: Tensor = sys.modules["torch.distributed.tensor"].DTensor.from_local(
-        own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()  # type: ignore[attr-defined]
-    )
-    return divided
-
-
-def own_rows(whole: Tensor, p: Tensor) -> Tensor:
+def own_rows(whole: Tensor, p: Any) -> Tensor:
     """A whole tensor of p's shape, divided as p is, where p is divided."""
     if not is_divided(p) or is_divided(whole):
         return whole
-    mesh = p.device_mesh  # type: ignore[attr-defined]
-    counts = row_counts(p.shape[0], mesh.size())
-    return divided_like(whole.split(counts)[mesh.get_local_rank()].clone(), p)
+    own = torch.split(whole, row_counts(p.shape[0], p.device_mesh.size()))[p.device_mesh.get_local_rank()].clone()
+    kind = sys.modules["torch.distributed.tensor"].DTensor
+    divided: Tensor = kind.from_local(own, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+    return divided
 
 
 def is_unit_of_fsdp2(module: nn.Module) -> bool:

@@ -123,9 +123,7 @@ def _moves_here(layer: Layer, state: Mapping[Tensor, State], owners: Owners) -> 
     return bool(_moving(layer)) and here
 
 
-def _shared(
-    groups: Sequence[Group], state: Mapping[Tensor, State], plan: Plan, owners: Owners
-) -> dict[Tensor, Layer]:
+def _shared(groups: Sequence[Group], state: Mapping[Tensor, State], plan: Plan, owners: Owners) -> dict[Tensor, Layer]:
     """Parameters with a gradient whose layer's owner finds the step: alone, where the layer has curvature.
 
     Where a process has rows of parameters alone, it does so for all layers.

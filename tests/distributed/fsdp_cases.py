@@ -1,7 +1,7 @@
 """What FSDP2 must not break: weights are whole inside the hooks, and rows of them lie on each rank between passes."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,16 @@ import torch.nn.functional as F
 from backpack import backpack
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities, extend, input_gradients_only
+from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
 from tests.distributed.cases import (
+    CASES,
     F64,
     NETS,
     STEPS,
@@ -42,14 +45,15 @@ from tests.distributed.cases import (
     share,
     unequal_shares,
 )
-from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
 from tests.optim.family import FAMILY
+
+__all__ = ["CASES"]
 
 FIELDS = ("a_bar", "h_bar", "dh_bar")
 
 
 def whole(model: nn.Module, **options: Any) -> nn.Module:
-    """One unit: all weights are gathered for the forward pass, and stay until the backward pass where nobody objects."""
+    """One unit: weights that are gathered for the forward pass stay until the backward pass, where nobody objects."""
     return fully_shard(model, **options)
 
 
@@ -68,26 +72,30 @@ def by_layer(model: nn.Module, **options: Any) -> nn.Module:
 
 
 WAYS: dict[str, Callable[..., nn.Module]] = {"whole": whole, "by block": by_block, "by layer": by_layer}
-RESHARDS: dict[str, dict[str, Any]] = {"as torch does": {}, "always": {"reshard_after_forward": True}, "never": {"reshard_after_forward": False}}  # fmt: skip
+RESHARDS: dict[str, dict[str, Any]] = {
+    "as torch does": {},
+    "always": {"reshard_after_forward": True},
+    "never": {"reshard_after_forward": False},
+}
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
 
 
-@case(*((net, way, reshard, order) for net in NETS if net in ("mlp", "cnn") for way in WAYS for reshard in RESHARDS for order in ("extended before", "extended after")))
-def quantities(ranks: int, which: tuple[str, str, str, str]) -> None:
+@case(*((net, way, reshard) for net in ("mlp", "cnn") for way in WAYS for reshard in RESHARDS))
+def quantities(ranks: int, which: tuple[str, str, str]) -> None:
     """Of every layer what one process has of this rank's data, in several passes, with and without gradients."""
-    net, way, reshard, order = which
-    model, twin = NETS[net][0](), extend(NETS[net][0]())
-    model = extend(model) if order == "extended before" else model
-    model = extend(WAYS[way](model, **RESHARDS[reshard]))
-    for k in range(3):
+    net, way, reshard = which
+    twin = extend(NETS[net][0]())
+    before = WAYS[way](extend(NETS[net][0]()), **RESHARDS[reshard])
+    after = extend(WAYS[way](NETS[net][0](), **RESHARDS[reshard]))
+    for k, model in enumerate((before, after, before, after)):
         x, y = (share(t, equal_shares(ranks)) for t in data(net, k))
-        for alone in (False, True):
+        for frozen in (False, True):
             found, want = (KBFGSQuantities(modules=layers_of(one)) for one in (model, twin))
             for one, ext in ((model, found), (twin, want)):
-                with input_gradients_only(one) if alone else torch.enable_grad(), backpack(ext):
+                with input_gradients_only(one) if frozen else torch.enable_grad(), backpack(ext):
                     F.cross_entropy(one(x), y).backward()
             for got, reference in zip(layers_of(model), layers_of(twin), strict=True):
                 q, r = found[got], want[reference]
@@ -130,10 +138,15 @@ def check(pair: Pair, tolerance: float = TOLERANCE) -> None:
             assert set(found) <= {"num_locations"}, set(found)
 
 
-ROWS_OF_STEPS = ("KBFGS", "KBFGS, untuned", "KFAC, untuned", "KBFGSL")
+ROWS_OF_STEPS = {
+    "KBFGS": tuple(WAYS),
+    "KBFGS, untuned": ("by layer",),
+    "KFAC, untuned": ("whole",),
+    "KBFGSL": ("by block",),
+}
 
 
-@case(*((row, net, way) for row in ROWS_OF_STEPS for net in ("mlp", "cnn") for way in WAYS))
+@case(*((row, net, way) for row, ways in ROWS_OF_STEPS.items() for net in ("mlp", "cnn") for way in ways))
 def fsdp_steps(ranks: int, which: tuple[str, str, str]) -> None:
     row, net, way = which
     pair = pair_of(row, net, way, T=2)
@@ -142,7 +155,7 @@ def fsdp_steps(ranks: int, which: tuple[str, str, str]) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "a rate that is a tensor, and decay": {"row": "KBFGS, untuned", "lr": torch.tensor([0.1], dtype=F64), "weight_decay": 0.1},
+    "a rate that is a tensor": {"row": "KBFGS, untuned", "lr": torch.tensor([0.1], dtype=F64), "weight_decay": 0.1},
     "rounded directions": {"row": "KBFGS, untuned", "direction_dtype": torch.float32},
     "a cap": {"row": "KBFGS", "step_cap": 1e-3},
 }  # fmt: skip
@@ -186,6 +199,14 @@ def fsdp_micro_batches(ranks: int, way: str) -> None:
     check(pair)
 
 
+def loss_of(pair: Pair, x: Tensor, y: Tensor) -> Tensor:
+    """A closure, as people write it."""
+    pair.optimizer.zero_grad()
+    loss = F.cross_entropy(pair.model(x), y)
+    loss.backward()
+    return loss
+
+
 @case("closure", "Minibatch")
 def fsdp_gradients_do_not_pile_up(ranks: int, form: str) -> None:
     """Whatever was gathered when they were cleared; a step by a closure that clears them first is the same."""
@@ -196,13 +217,7 @@ def fsdp_gradients_do_not_pile_up(ranks: int, form: str) -> None:
             pair.model(x)
         batch = Minibatch(pair.model, F.cross_entropy, x, y)
 
-        def closure() -> Tensor:
-            pair.optimizer.zero_grad()
-            loss = F.cross_entropy(pair.model(x), y)
-            loss.backward()
-            return loss
-
-        pair.optimizer.step(batch if form == "Minibatch" else closure)
+        pair.optimizer.step(batch if form == "Minibatch" else partial(loss_of, pair, x, y))
         pair.reference.step(Minibatch(pair.twin, F.cross_entropy, *data("mlp", k)))
         for p, twin in zip(parameters(pair.optimizer), parameters(pair.reference), strict=True):
             same(joined(p.grad), twin.grad)
@@ -287,6 +302,103 @@ def fsdp_state_and_messages(ranks: int) -> None:
     assert int(sent[1]) <= 2 * inside
 
 
+@case()
+def fsdp_gradients_that_are_added_to(ranks: int) -> None:
+    """In place, in the rows: of that the gradient as a divided tensor tells nothing."""
+    pair, sizes = pair_of("KBFGS", "mlp"), equal_shares(ranks)
+
+    def halves(model: nn.Module, x: Sequence[Tensor], y: Sequence[Tensor]) -> None:
+        for x_, y_ in zip(x, y, strict=True):
+            scaled_loss(sizes)(model(x_), y_).backward()
+
+    for k in range(4):
+        x, y = (share(t, sizes).chunk(2) for t in data("mlp", k))
+        for p in parameters(pair.optimizer):
+            p.grad = torch.zeros_like(p)
+        with pair.optimizer.first_pass(keep_inputs=True):
+            halves(pair.model, x, y)
+        pair.optimizer.step()
+        with pair.optimizer.second_pass():
+            halves(pair.model, x, y)
+        pair.reference.step(Minibatch(pair.twin, F.cross_entropy, *data("mlp", k)))
+    check(pair)
+
+
+@case("whole", "by layer")
+def fsdp_passes_in_half_precision(ranks: int, way: str) -> None:
+    """h̄ of both passes is of W as it is kept: rounded ones would differ by more than the step has moved them."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = WAYS[way](mlp().float(), mp_policy=policy)
+    optimizer = KBFGS.as_printed(model, lr=1e-3, damping=0.5)
+    seen: list[Any] = []
+    learn = optimizer._preconditioner.learn
+
+    def noting(due: Any, first: Any, second: Any, *rest: Any) -> None:
+        for block in due:
+            W, b = (joined(p).detach().double() for p in (block.layer.weight, block.layer.bias))
+            seen.append((W, b, *(r[block.layer.module].get(KBFGSQuantities) for r in (first, second))))
+        learn(due, first, second, *rest)
+
+    optimizer._preconditioner.learn = noting  # type: ignore[method-assign]
+    x, y = (share(t, equal_shares(ranks)) for t in data("mlp", 0))
+    before = [(joined(m.weight).detach().double(), joined(m.bias).detach().double()) for m in layers_of(model)]
+    optimizer.step(Minibatch(model, F.cross_entropy, x.float(), y))
+    assert len(seen) == 3
+    for (W1, b1), (W2, b2, first, second) in zip(before, seen, strict=True):
+        for (W, b), q in (((W1, b1), first), ((W2, b2), second)):
+            same(q.h_bar.double(), W @ q.a_bar[:-1].double() + b, 1e-6)
+        assert float((W2 - W1).abs().max()) > 0
+
+
+@case()
+def fsdp_checkpointed_activations(ranks: int) -> None:
+    """A unit that runs anew in the backward pass."""
+    model, twin = mlp(), extend(mlp())
+    inner = extend(fully_shard(Repeated(by_layer(model))))
+    x, y = (share(t, equal_shares(ranks)) for t in data("mlp", 0))
+    found, want = KBFGSQuantities(), KBFGSQuantities()
+    for one, ext in ((inner, found), (twin, want)):
+        with backpack(ext):
+            F.cross_entropy(one(x), y).backward()
+    for got, reference in zip(layers_of(model), layers_of(twin), strict=True):
+        for name in FIELDS:
+            same(getattr(found[got], name), getattr(want[reference], name), 1e-12)
+
+
+class Repeated(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inside, x, use_reentrant=False)
+
+
+@case()
+def fsdp_groups_and_frozen_layers(ranks: int) -> None:
+    """Weights and biases with other decays; a layer that is frozen joins later."""
+    model, twin = mlp(), mlp()
+    for one in (model, twin):
+        one[3].requires_grad_(False)
+    model = by_block(model)
+
+    def build(given: nn.Module, **options: Any) -> Any:
+        trained = [p for p in given.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if (p.ndim > 1) is matrices], "weight_decay": 0.1 * matrices}
+            for matrices in (True, False)
+        ]
+        return FAMILY["KBFGS"].make(given, params=groups, lr=0.1, damping=0.5, **options)
+
+    pair = Pair(model, build(model), twin, build(twin, process_group=alone()), False)
+    by_closure(pair, "mlp", unequal_shares(ranks), range(4))
+    for one, optimizer in ((model, pair.optimizer), (twin, pair.reference)):
+        one[3].requires_grad_(True)
+        optimizer.add_param_group({"params": list(one[3].parameters())})
+    by_closure(pair, "mlp", unequal_shares(ranks), range(4, STEPS))
+    check(pair)
+
+
 # ------------------------------------------------------------------ what is refused, before anything moves
 
 
@@ -303,31 +415,40 @@ def fsdp_optimizer_that_was_built_before(ranks: int) -> None:
         fully_shard(model)
         before = [joined(p).clone() for p in model.parameters()]
         x, y = (share(t, equal_shares(ranks)) for t in data("mlp", 0))
-        refused(RuntimeError, r"fully_shard was called after.*0\.weight.*Build it after fully_shard",
-                lambda o=optimizer, m=model: o.step(Minibatch(m, F.cross_entropy, x, y)))  # fmt: skip
+        step = partial(optimizer.step, Minibatch(model, F.cross_entropy, x, y))
+        refused(RuntimeError, r"fully_shard was called after.*0\.weight.*Build it after fully_shard", step)
         assert all(torch.equal(joined(p), old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 @case()
 def fsdp_other_ways_to_divide(ranks: int) -> None:
-    line, plane = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (1, ranks))
-    styles = {"0": ColwiseParallel(), "3": RowwiseParallel()}
-    tensor_parallel = parallelize_module(mlp(), line, styles)
+    line, plane = (
+        init_device_mesh("cpu", (ranks,)),
+        init_device_mesh("cpu", (1, ranks), mesh_dim_names=("copies", "rows")),
+    )
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    tensor_parallel = parallelize_module(net, line, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     extended = extend(tensor_parallel)
-    with pytest.raises(UnsupportedLayerError, match="divided among processes.*fully_shard"), backpack(KBFGSQuantities()):
+    with (
+        pytest.raises(UnsupportedLayerError, match="divided among processes.*fully_shard"),
+        backpack(KBFGSQuantities()),
+    ):
         extended(data("mlp", 0)[0]).sum().backward()
     halves = mlp()
     fully_shard(halves[0], mesh=line)
-    by_columns = fully_shard(mlp(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    by_columns = fully_shard(nn.Linear(8, 8, bias=False), shard_placement_fn=lambda p: Shard(1))
     outside = mlp()
     fully_shard(outside, ignored_params={outside[0].weight})
     with torch.device("meta"):
         empty = fully_shard(mlp())
+    fsdp1 = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # whose constructor asks for a GPU
+    nn.Module.__init__(fsdp1)
+    fsdp1._modules["_fsdp_wrapped_module"] = mlp()
     alone_ = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for message, model in (
         ("tensor parallelism.*DistributedDataParallel", tensor_parallel),
         ("a mesh of 2 dimensions.*one dimension", fully_shard(mlp(), mesh=plane)),
-        (r"FullyShardedDataParallel keeps.*fully_shard\(model\)", FullyShardedDataParallel(mlp(), device_id=None)),
+        (r"FullyShardedDataParallel keeps.*fully_shard\(model\)", fsdp1),
         (r"2.weight.*outside of all units.*fully_shard\(model\)", halves),
         ("not by rows.*shard_placement_fn", by_columns),
         ("0.weight.*without ignored_params", outside),

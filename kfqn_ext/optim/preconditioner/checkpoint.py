@@ -189,7 +189,7 @@ def owned_part(
 
 
 def with_whole_tensors(state: Mapping[Any, State], owners: Owners, rank: int) -> dict[Any, State]:
-    """State of which each process has rows, whole for one of them; the rest as it is. Where there is some, a collective.
+    """State with what processes have rows of, whole for one of them; a collective where they do.
 
     Args:
         state: All state, by the keys of a state dictionary.

@@ -43,7 +43,10 @@ class RowMail(Protocol):
         """Each tensor whole, for its owner; None for the others. A collective."""
 
     def divided(self, whole: Sequence[Tensor], owners: Sequence[int]) -> list[Tensor]:
-        """This process's rows of each tensor, as its owner has it; a collective. Of others', only form and dtype count."""
+        """The rows that this process is to have of each tensor, from its owner; a collective.
+
+        Of tensors that others own, only form and dtype count.
+        """
 
 
 class Owners:

@@ -62,6 +62,12 @@ class Ranks(Protocol):
     def probed(self, own: Results, whole: Results, directions: Directions) -> Results:
         """Look at A in directions that depend on the ā of all; own inputs are let go."""
 
+    def outputs(self, whole: Results) -> Results:
+        """Add h̄ = W ā from the ā of all, where a rank has rows of W alone.
+
+        That is W as it is kept: passes may run with a rounded one, of which a difference of two h̄ would tell.
+        """
+
     def spread(self, tensors: Sequence[Tensor], senders: Sequence[int]) -> list[Tensor]:
         """Give every rank each tensor as its sender has it. Of the others', only form and dtype count."""
 
@@ -87,7 +93,8 @@ class Ranks(Protocol):
 class OneProcess:
     """Nothing to pool."""
 
-    several, rank, size, rows = False, 0, 1, None
+    several, rank, size = False, 0, 1
+    rows: Rows | None = None
 
     def __init__(self, is_chosen: bool = False) -> None:
         """One process for itself, because somebody said so or for there is no other."""
@@ -99,6 +106,9 @@ class OneProcess:
         return results, [float(number) for number in said]
 
     def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
+        return whole
+
+    def outputs(self, whole: Results) -> Results:  # noqa: D102
         return whole
 
     def spread(self, tensors: Sequence[Tensor], senders: Sequence[int]) -> list[Tensor]:  # noqa: D102
@@ -182,20 +192,34 @@ class SeveralProcesses:
         return results.like({module: Measured(quantities) for module, quantities in whole.items()}), list(read)
 
     def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
-        bucket, new, sent = Bucket(self._group), {m: dict(measured.items()) for m, measured in whole.items()}, []
-        quantities = [(module, kind, q) for module, measured in whole.items() for kind, q in measured.items()]
-        inputs = [found for found in quantities if isinstance(found[-1], InputMoments)]
-        chosen = directions({module: of_all.a_bar for module, _, of_all in inputs})
-        for module, kind, of_all in inputs:
+        chosen = directions({module: of_all.a_bar for module, _, of_all in _inputs(whole)})
+
+        def look(module: nn.Module, kind: Any, of_all: InputMoments) -> tuple[InputMoments, dict[str, Tensor]]:
             s = chosen[module]
-            new[module][kind] = moments = replace(with_outputs(module, of_all), operator=None, s=s)
-            if s is not None:
-                sent.append((module, kind, "A_s", bucket.add(_product(own[module][kind], s)), of_all.num_data))
-            if self.rows is not None and isinstance(moments, LayerMoments):  # of the rows of W that are here
-                sent.append((module, kind, "h_bar", bucket.add(moments.h_bar), 1))
-        found = self._sent(bucket)
-        for module, kind, name, n, terms in sent:
-            new[module][kind] = replace(new[module][kind], **{name: found[n] / terms})
+            sums = {} if s is None else {"A_s": _product(own[module][kind], s) / of_all.num_data}
+            return replace(of_all, operator=None, s=s), sums
+
+        return self._with_sums(whole, look)
+
+    def outputs(self, whole: Results) -> Results:  # noqa: D102
+        return whole if self.rows is None else self._with_sums(whole, lambda module, kind, of_all: (of_all, {}))
+
+    def _with_sums(
+        self,
+        whole: Results,
+        look: Callable[[nn.Module, Any, InputMoments], tuple[InputMoments, dict[str, Tensor]]],
+    ) -> Results:
+        """Results with h̄ = W ā, and with fields that are sums over ranks of what ``look`` finds on each."""
+        bucket, new, sent = Bucket(self._group), {m: dict(measured.items()) for m, measured in whole.items()}, []
+        for module, kind, of_all in _inputs(whole):
+            found, sums = look(module, kind, of_all)
+            new[module][kind] = moments = with_outputs(module, found)
+            if self.rows is not None and isinstance(moments, LayerMoments):
+                sums = {**sums, "h_bar": moments.h_bar}  # of the rows of W that are here
+            sent += [(module, kind, name, bucket.add(value)) for name, value in sums.items()]
+        arrived = self._sent(bucket)
+        for module, kind, name, n in sent:
+            new[module][kind] = replace(new[module][kind], **{name: arrived[n]})
         return whole.like({module: Measured(quantities) for module, quantities in new.items()})
 
     def _check_wrappers(self) -> None:
@@ -280,6 +304,11 @@ def _flat(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor:
 def _whole_if_whole(number: float) -> float:
     """|T| as an integer where it is one, as one process counts it."""
     return int(number) if number == int(number) else number
+
+
+def _inputs(results: Results) -> list[tuple[nn.Module, Any, InputMoments]]:
+    quantities = [(module, kind, q) for module, measured in results.items() for kind, q in measured.items()]
+    return [found for found in quantities if isinstance(found[-1], InputMoments)]
 
 
 def _product(own: InputMoments, s: Tensor) -> Tensor:

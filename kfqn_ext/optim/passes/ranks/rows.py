@@ -45,13 +45,14 @@ class Rows:
         """This rank's rows of each tensor, as its owner has it; of others', only form and dtype count. A collective."""
         rows: list[Tensor | None] = [None] * len(whole)
         for numbers in _akin(whole):
-            own = [whole[i].split(row_counts(len(whole[i]), self._size)) for i in numbers if owners[i] == self._rank]
-            sent = [[parts[rank] for parts in own] for rank in range(self._size)]
+            own = [whole[i] for i in numbers if owners[i] == self._rank]
+            parts = [torch.split(t, row_counts(len(t), self._size)) for t in own]
+            sent = [[of_one[rank] for of_one in parts] for rank in range(self._size)]
             of_rank = [[i for i in numbers if owners[i] == rank] for rank in range(self._size)]
             forms = [[self._form(whole[i].shape, self._rank) for i in found] for found in of_rank]
             received = self._exchanged(sent, forms, whole[numbers[0]])
-            for found, parts in zip(of_rank, received, strict=True):
-                for i, part in zip(found, parts, strict=True):
+            for found, arrived in zip(of_rank, received, strict=True):
+                for i, part in zip(found, arrived, strict=True):
                     rows[i] = part
         return [part for part in rows if part is not None]
 
@@ -70,7 +71,7 @@ class Rows:
         distributed.all_to_all_single(received, flat, taken, given, group=self._group)
         self.messages += 1
         self.bytes_sent += (len(flat) - given[self._rank]) * flat.element_size()
-        parts = iter(received.split([form.numel() for of_rank in forms for form in of_rank]))
+        parts = iter(torch.split(received, [form.numel() for of_rank in forms for form in of_rank]))
         return [[next(parts).view(form) for form in of_rank] for of_rank in forms]
 
 
