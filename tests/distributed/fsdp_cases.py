@@ -12,12 +12,13 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from backpack import backpack
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from kfqn_ext._torch import is_divided, is_unit_of_fsdp2, own_rows, rest, row_counts, rows_among_zeros, rows_of
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities, extend, input_gradients_only
 from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
@@ -103,6 +104,45 @@ def quantities(ranks: int, which: tuple[str, str, str]) -> None:
                     same(getattr(q, name), getattr(r, name), 1e-12)
                 s = torch.ones_like(r.a_bar)
                 same(q.A @ s, r.A @ s, 1e-12)
+
+
+@case()
+def rows_of_divided_tensors(ranks: int) -> None:
+    """What is relied on of them: their rows are the tensor's memory, and lie where torch.chunk would put them."""
+    for d in range(1, 2 * ranks + 2):
+        layer = nn.Linear(3, d).double()
+        whole_weight = layer.weight.detach().clone()
+        dist.broadcast(whole_weight, 0)
+        layer.weight.data.copy_(whole_weight)
+        p = fully_shard(layer).weight
+        assert is_divided(p) and is_unit_of_fsdp2(layer)
+        rows, first = rows_of(p), sum(row_counts(d, ranks)[: dist.get_rank()])
+        assert torch.equal(rows, whole_weight[first : first + len(rows)])
+        padded = rows_among_zeros(p.detach()).clone()
+        dist.all_reduce(padded)
+        assert torch.equal(padded, whole_weight)
+        again = own_rows(whole_weight, p)
+        assert is_divided(again) and torch.equal(joined(again), whole_weight)
+        with torch.no_grad():
+            rows.add_(1.0)
+            assert torch.equal(
+                layer(torch.zeros(1, 3).double()) * 0 + joined(p).sum(), (whole_weight + 1).sum().expand(1, d)
+            )
+            assert not is_divided(layer.weight)
+        rest(layer)
+        assert layer.weight is p
+
+
+@case()
+def fsdp_over_one_process(ranks: int) -> None:
+    """A mesh of this rank alone: a training of its own."""
+    mesh = DeviceMesh.from_group(alone(), "cpu")
+    model, twin = fully_shard(mlp(), mesh=mesh), mlp()
+    optimizers = FAMILY["KBFGS"].make(model, lr=0.1), FAMILY["KBFGS"].make(twin, lr=0.1, process_group=alone())
+    for k in range(4):
+        for one, optimizer in zip((model, twin), optimizers, strict=True):
+            optimizer.step(Minibatch(one, F.cross_entropy, *data("mlp", k + dist.get_rank())))
+    check(Pair(model, optimizers[0], twin, optimizers[1], False))
 
 
 # ------------------------------------------------------------------ the same steps as one process
