@@ -295,6 +295,44 @@ def fsdp_batch_that_is_not_finite(ranks: int, row: str) -> None:
     check(pair)
 
 
+@case()
+def fsdp_rows_that_are_not_finite(ranks: int) -> None:
+    """Of one rank, which alone sees them: nobody steps."""
+    pair, sizes = pair_of("KBFGS", "mlp", "by layer"), equal_shares(ranks)
+    by_closure(pair, "mlp", sizes, range(2))
+    before = [joined(p).clone() for p in parameters(pair.optimizer)]
+    x, y = (share(t, sizes) for t in data("mlp", 2))
+    pair.optimizer.zero_grad()
+    with pair.optimizer.first_pass():
+        scaled_loss(sizes)(pair.model(x), y).backward()
+    if dist.get_rank() == 0:
+        rows_of(pair.model[0].weight.grad)[0, 0] = float("inf")
+    pair.optimizer.step()
+    with pair.optimizer.second_pass():
+        scaled_loss(sizes)(pair.model(x), y).backward()
+    for p, old in zip(parameters(pair.optimizer), before, strict=True):
+        assert torch.equal(joined(p), old)
+    by_closure(pair, "mlp", sizes, range(3, 6))
+    check(pair)
+
+
+@case()
+def minibatch_clears_gradients_of_a_divided_model(ranks: int) -> None:
+    """Also on its own, after an evaluation that has left weights gathered."""
+    model, twin = whole(mlp()), mlp()
+    x, y = data("mlp", 0)
+    with torch.no_grad():
+        model(x)
+    batch = Minibatch(model, F.cross_entropy, x, y)
+    for _ in range(3):
+        with torch.no_grad():
+            model(x)
+        batch()
+    Minibatch(twin, F.cross_entropy, x, y)()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        same(joined(p.grad), q.grad)
+
+
 @case("KBFGS", "KBFGS, untuned")
 def fsdp_layer_that_is_measured_late(ranks: int, row: str) -> None:
     """Until then it moves as others do, by its owner."""
