@@ -261,11 +261,10 @@ def own_rows(whole: Tensor, p: Any) -> Tensor:
     return divided
 
 
-def is_unit_of_fsdp2(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on a module."""
-    found = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(found, "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
+def units_of_fsdp2(model: nn.Module) -> list[Any]:
+    """The modules of a model that ``fully_shard`` was called on; none before anybody has imported that."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
 def rest(model: nn.Module) -> None:
@@ -273,9 +272,8 @@ def rest(model: nn.Module) -> None:
 
     Modules then have the parameters that are divided, which an optimizer holds. Nothing is sent.
     """
-    for module in model.modules():
-        if is_unit_of_fsdp2(module):
-            module.reshard()  # type: ignore[operator]
+    for unit in units_of_fsdp2(model):
+        unit.reshard()
 
 
 # ------------------------------------------------------------------ devices

@@ -400,7 +400,7 @@ def test_a_tensor_of_one_process_is_not_divided() -> None:
     t, model = torch.ones(2), nn.Linear(2, 2)
     assert not _torch.is_divided(t) and not _torch.is_divided(None)
     assert all(f(t) is t for f in (_torch.rows_of, _torch.rows_among_zeros)) and _torch.own_rows(t, t) is t
-    assert not _torch.is_unit_of_fsdp2(model)
+    assert not _torch.units_of_fsdp2(model)
     _torch.rest(model)
 
 

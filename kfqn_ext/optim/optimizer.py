@@ -141,14 +141,17 @@ class KroneckerOptimizer(Optimizer):
                 and only A s before a normalization the part.
             reduction: "mean" or "sum": what the loss does over the data of a batch.
             process_group: The processes that train copies of the model together, where ``model`` is no
-                ``DistributedDataParallel`` and holds none; a group of one for a training of its own.
+                ``DistributedDataParallel`` and holds none; a group of one for a training of its own. A model of
+                ``fully_shard`` says it.
             shard_state: Divide the state among these processes: each layer has an owner, which alone keeps H_A, H_G and
-                momentum, and learns. All get its step, as long as the gradient. A single process owns everything.
+                momentum, and learns. All get its step, as long as the gradient. A single process owns everything. Under
+                ``fully_shard`` the state is always divided.
 
         Raises:
             ValueError: If a hyperparameter is out of range, or weight and bias of a layer are in two groups that differ
                 in more than ``weight_decay``, or this recipe can't share its state.
-            UnsupportedLayerError: If the model has no layer with a Kronecker block.
+            UnsupportedLayerError: If the model has no layer with a Kronecker block, or is divided among processes in
+                another way than by ``fully_shard`` over one group.
             TypeError: If the model is none, or ``params`` are no parameters.
         """
         check_arguments(model, params, type(self).__name__)
@@ -582,6 +585,7 @@ class KroneckerOptimizer(Optimizer):
         Raises:
             ValueError: If the loader is empty, or ``forward`` is needed and missing.
         """
+        self._check_places()
         results = self._passes.over_data([b.layer for b in self._blocks()], loader, forward, progress)
         self._forget_empty_state()
         for layer in self._start(self._blocks(), results, again=True):
@@ -798,7 +802,7 @@ class KroneckerOptimizer(Optimizer):
             else:
                 self.state[p] = checkpoint.fitted(saved, p)
                 if p not in self._planned.layers and p not in self._planned.covered:
-                    self.state[p] = checkpoint.divided(self.state[p], p)
+                    self.state[p] = checkpoint.divided(self.state[p], p, self.recipe)
 
     def _follow_parameters(self) -> None:
         """Bring the state to where the parameters are, and to their dtype: after ``model.double()`` and its like."""

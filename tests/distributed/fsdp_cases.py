@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from kfqn_ext._torch import is_divided, is_unit_of_fsdp2, own_rows, rest, row_counts, rows_among_zeros, rows_of
+from kfqn_ext._torch import is_divided, own_rows, rest, row_counts, rows_among_zeros, rows_of, units_of_fsdp2
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities, extend, input_gradients_only
 from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
@@ -115,7 +115,7 @@ def rows_of_divided_tensors(ranks: int) -> None:
         dist.broadcast(whole_weight, 0)
         layer.weight.data.copy_(whole_weight)
         p = fully_shard(layer).weight
-        assert is_divided(p) and is_unit_of_fsdp2(layer)
+        assert is_divided(p) and units_of_fsdp2(layer) == [layer]
         rows, first = rows_of(p), sum(row_counts(d, ranks)[: dist.get_rank()])
         assert torch.equal(rows, whole_weight[first : first + len(rows)])
         padded = rows_among_zeros(p.detach()).clone()
@@ -583,10 +583,18 @@ def fsdp_checkpoints(ranks: int, row: str) -> None:
     in_a_folder_of_all(back)
 
 
-@case("KBFGS", "KBFGS, untuned")
-def fsdp_whole_state_on_one_rank(ranks: int, row: str) -> None:
-    pair, sizes = pair_of(row, "mlp", "by layer"), equal_shares(ranks)
-    by_closure(pair, "mlp", sizes, range(5))
+NETS["narrow"] = lambda: nn.Sequential(nn.Linear(6, 2), nn.PReLU(2), nn.Linear(2, 3)).double(), (6,)
+
+
+@case(("KBFGS", "mlp"), ("KBFGS, untuned", "mlp"), ("KBFGS, untuned", "narrow"))
+def fsdp_whole_state_on_one_rank(ranks: int, which: tuple[str, str]) -> None:
+    """Two numbers that a rule keeps of a parameter with two entries are no rows of it."""
+    row, net = which
+    torch.manual_seed(0)
+    pair, sizes = pair_of(row, net, "by layer"), equal_shares(ranks)
+    for p, q in zip(parameters(pair.optimizer), parameters(pair.reference), strict=True):
+        q.detach().copy_(joined(p).detach())
+    by_closure(pair, net, sizes, range(5))
     given = [pair.optimizer.gather_state(ranks - 1)]
     assert (given[0] is None) is (dist.get_rank() != ranks - 1)
     dist.broadcast_object_list(given, ranks - 1)
@@ -596,5 +604,5 @@ def fsdp_whole_state_on_one_rank(ranks: int, row: str) -> None:
             same(given[0]["state"][key][name], state[name])
     pair.reference.load_state_dict(copy.deepcopy(given[0]))
     pair.optimizer.load_state_dict(copy.deepcopy(given[0]))
-    by_closure(pair, "mlp", sizes, range(5, STEPS))
+    by_closure(pair, net, sizes, range(5, STEPS))
     check(pair)

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from backpack import backpack
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kfqn_ext.errors import UnsupportedLayerError
@@ -88,6 +87,8 @@ def process(rank: int, meeting: str) -> None:
 
 def divided(rank: int, meeting: str) -> None:
     """FSDP2 by layer: quantities are those of a process's own data, and steps those of one process with all data."""
+    from torch.distributed.fsdp import fully_shard
+
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     x, y = data()
     shard, alone = slice(rank * 4, rank * 4 + 4), distributed.new_group([rank], use_local_synchronization=True)
@@ -114,6 +115,8 @@ def divided(rank: int, meeting: str) -> None:
 
 def fsdp1() -> None:
     """Refused by name; its constructor asks for a GPU, so that this one has not run it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(model)
     model._modules["_fsdp_wrapped_module"] = net()

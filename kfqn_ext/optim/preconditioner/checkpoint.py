@@ -209,9 +209,10 @@ def with_whole_tensors(state: Mapping[Any, State], owners: Owners, rank: int) ->
     return found
 
 
-def divided(state: State, p: Tensor) -> State:
+def divided(state: State, p: Tensor, recipe: Recipe) -> State:
     """The state of a parameter without a block, divided among processes as the parameter is."""
-    return {key: own_rows(value, p) if value.shape == p.shape else value for key, value in state.items()}
+    like = blocks.empty_other(p, recipe) if is_divided(p) else {}
+    return {key: own_rows(value, like.get(key)) for key, value in state.items()}
 
 
 def saved_ids(state_dict: Mapping[str, Any]) -> list[Any]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import distributed, nn
 
-from kfqn_ext._torch import is_divided, is_unit_of_fsdp2, rest
+from kfqn_ext._torch import is_divided, rest, units_of_fsdp2
 from kfqn_ext.errors import UnsupportedLayerError, listed
 
 _WAYS = "Use DistributedDataParallel, or fully_shard over all processes on a mesh of one dimension."
@@ -21,7 +21,7 @@ def group_of(model: nn.Module) -> distributed.ProcessGroup | None:
     divided: dict[str, Any] = {name: p for name, p in model.named_parameters() if is_divided(p)}
     if not divided:
         return None
-    if not any(is_unit_of_fsdp2(module) for module in model.modules()):
+    if not units_of_fsdp2(model):
         raise UnsupportedLayerError(
             f"{listed(list(divided))}: divided among processes by tensor parallelism, so that no process sees all of a "
             f"layer's input or output. {_WAYS}"
