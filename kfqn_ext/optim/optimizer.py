@@ -312,6 +312,7 @@ class KroneckerOptimizer(Optimizer):
             it = self._iteration = None
         lacks_loss = self._step_cap is not None and (it is None or it.loss is None)
         checks.step(self._gradients(), it is not None or self._has_curvature(), lacks_loss)
+        checks.averaged(self._gradients(), self._passes.ranks.rows is not None)
         self._apply_schedules()
         return it
 

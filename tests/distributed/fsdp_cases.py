@@ -37,6 +37,7 @@ from tests.distributed.cases import (
     equal_shares,
     in_a_folder_of_all,
     mlp,
+    one_without_data,
     parameters,
     parts_for_dcp,
     read_by_dcp,
@@ -295,6 +296,22 @@ def fsdp_batch_that_is_not_finite(ranks: int, row: str) -> None:
     check(pair)
 
 
+@case("KBFGS", "KBFGS, untuned")
+def fsdp_rank_without_data(ranks: int, row: str) -> None:
+    pair = pair_of(row, "mlp", "by layer")
+    by_closure(pair, "mlp", one_without_data(ranks))
+    check(pair)
+
+
+@case("KBFGS", "KBFGS, untuned")
+def fsdp_layer_that_wakes_up(ranks: int, row: str) -> None:
+    pair, sizes = pair_of(row, "branches"), equal_shares(ranks)
+    by_closure(pair, "branches", sizes, range(4))
+    pair.model.both = pair.twin.both = True
+    by_closure(pair, "branches", sizes, range(4, STEPS))
+    check(pair)
+
+
 @case()
 def fsdp_rows_that_are_not_finite(ranks: int) -> None:
     """Of one rank, which alone sees them: nobody steps."""
@@ -535,6 +552,21 @@ def fsdp_other_ways_to_divide(ranks: int) -> None:
         refused(UnsupportedLayerError, message, lambda m=model: KBFGS(m))
     refused(ValueError, "process_group is not that of.*Leave it out", lambda: KBFGS(whole(mlp()), process_group=alone_))
     refused(ValueError, "OnePassKBFGS looks at Γ.*DistributedDataParallel", lambda: OnePassKBFGS(whole(mlp())))
+
+
+@case()
+def fsdp_gradient_that_nobody_averages(ranks: int) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    fully_shard(model[3])
+    fully_shard(model[5])
+    fully_shard(model, ignored_params=set(model[0].parameters()))
+    optimizer = KBFGS.as_printed(model, lr=0.1, damping=0.5)
+    model[0].requires_grad_(True)
+    before = [joined(p).clone() for p in model.parameters()]
+    step = partial(optimizer.step, Minibatch(model, F.cross_entropy, *data("mlp", 0)))
+    refused(RuntimeError, r"shapes \[\[7, 6\], \[7\]\].*outside of all units.*keep them frozen", step)
+    assert all(torch.equal(joined(p), old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 # ------------------------------------------------------------------ checkpoints

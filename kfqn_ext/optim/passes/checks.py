@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, distributed
 from torch.optim import Optimizer
 
+from kfqn_ext._torch import is_divided
 from kfqn_ext.extensions import has_backpacks_hooks
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses import OutputInverse
@@ -192,6 +193,17 @@ def step(gradients: list[Tensor], has_measurements: bool, lacks_loss: bool) -> N
         )
     if lacks_loss:
         raise RuntimeError("step_cap compares the step with the loss: pass a closure that returns the loss.")
+
+
+def averaged(grads: list[Tensor], are_divided: bool) -> None:
+    """Raise a RuntimeError where processes share a model, and some gradient is none of theirs together."""
+    found = [list(g.shape) for g in grads if are_divided and not is_divided(g)]
+    if found:
+        raise RuntimeError(
+            f"Parameters of shapes {found} have gradients and are outside of all units of fully_shard: nobody averages "
+            "these over processes. They were frozen when the optimizer was built; keep them frozen, or call "
+            "fully_shard on the whole model before it is built."
+        )
 
 
 def _gradients(grads: list[Tensor]) -> None:
