@@ -5,6 +5,7 @@ that changes it is noticed there, and met here.
 """
 
 import platform
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
@@ -210,6 +211,69 @@ def tensors_in(tree: Any) -> list[Tensor]:
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensors_in([getattr(leaf, f.name) for f in fields(leaf)])
     return found
+
+
+# ------------------------------------------------------------------ tensors that are divided among processes
+
+
+def is_divided(t: Any) -> bool:
+    """Whether a tensor is one of ``torch.distributed.tensor``, of which each process holds a part.
+
+    Nobody has one before that module is imported, which takes a second.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def rows_of(t: Tensor) -> Tensor:
+    """What this process holds of a tensor: its rows of a divided one, all of any other.
+
+    Of a divided tensor it is the same object at each call, and writing to it writes to the tensor.
+    """
+    rows: Tensor = t._local_tensor if is_divided(t) else t  # type: ignore[attr-defined]
+    return rows
+
+
+def row_counts(rows: int, size: int) -> list[int]:
+    """How many rows each of some processes holds of a tensor: as ``torch.chunk`` divides it, and none of the rest."""
+    chunk = -(-rows // size)
+    return [max(0, min(rows - rank * chunk, chunk)) for rank in range(size)]
+
+
+def rows_among_zeros(t: Tensor) -> Tensor:
+    """A divided tensor whole, with zeros for the rows of others; any other as it is."""
+    if not is_divided(t):
+        return t
+    mesh, own = t.device_mesh, rows_of(t)  # type: ignore[attr-defined]
+    first = sum(row_counts(t.shape[0], mesh.size())[: mesh.get_local_rank()])
+    whole = own.new_zeros(t.shape)
+    whole[first : first + len(own)] = own
+    return whole
+
+
+def own_rows(whole: Tensor, p: Any) -> Tensor:
+    """A whole tensor of p's shape, divided as p is, where p is divided."""
+    if not is_divided(p) or is_divided(whole):
+        return whole
+    own = torch.split(whole, row_counts(p.shape[0], p.device_mesh.size()))[p.device_mesh.get_local_rank()].clone()
+    kind = sys.modules["torch.distributed.tensor"].DTensor
+    divided: Tensor = kind.from_local(own, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+    return divided
+
+
+def units_of_fsdp2(model: nn.Module) -> list[Any]:
+    """The modules of a model that ``fully_shard`` was called on; none before anybody has imported that."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+
+
+def rest(model: nn.Module) -> None:
+    """Give back the weights that FSDP2 has gathered and not let go, as after a forward pass without a backward pass.
+
+    Modules then have the parameters that are divided, which an optimizer holds. Nothing is sent.
+    """
+    for unit in units_of_fsdp2(model):
+        unit.reshard()
 
 
 # ------------------------------------------------------------------ devices

@@ -386,6 +386,24 @@ def test_what_a_compiled_module_was_made_of() -> None:
 
 # ------------------------------------------------------------------ one file alone
 
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_rows_are_divided_as_torch_divides_them(size: int) -> None:
+    """Divided tensors themselves are made by several processes, in tests/distributed."""
+    for rows in range(1, 12):
+        found = _torch.row_counts(rows, size)
+        assert len(found) == size and sum(found) == rows
+        assert [n for n in found if n > 0] == [len(part) for part in torch.ones(rows).chunk(size)]
+
+
+def test_a_tensor_of_one_process_is_not_divided() -> None:
+    t, model = torch.ones(2), nn.Linear(2, 2)
+    assert not _torch.is_divided(t) and not _torch.is_divided(None)
+    assert all(f(t) is t for f in (_torch.rows_of, _torch.rows_among_zeros)) and _torch.own_rows(t, t) is t
+    assert not _torch.units_of_fsdp2(model)
+    _torch.rest(model)
+
+
 # Names that torch does not document although they do not begin with an underscore, or that are attributes.
 ATTRIBUTES = {"_base", "_is_view", "_orig_mod", "_is_replica", "NonDynamicallyQuantizableLinear"}
 

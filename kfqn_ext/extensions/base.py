@@ -12,7 +12,7 @@ from backpack.extensions.backprop_extension import FAIL_SILENT
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from torch import Tensor, nn
 
-from kfqn_ext._torch import computes_gradient_of
+from kfqn_ext._torch import computes_gradient_of, rows_of
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.extensions.calls import call_of, is_added_up, objection_to
 from kfqn_ext.extensions.pooling import pooled, shares
@@ -147,7 +147,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     def absent(self, module: nn.Module) -> Q:
         """A quantity of no data, for a process that saw none of a layer of which others have seen some."""
-        weight = cast(Tensor, module.weight).detach()
+        weight = rows_of(cast(Tensor, module.weight).detach())
         like = weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32))
         blank: Any = self.blank(cast(LayerGeometry, geometry_of(module)), like)
         return cast(Q, replace(blank, num_data=0))

@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast
 import torch
 from torch import Tensor, nn
 
+from kfqn_ext._torch import rows_among_zeros
 from kfqn_ext.extensions.inputs import InputMoments, InputQuantities
 from kfqn_ext.extensions.pooling import GRADIENTS, LOCATIONS, over, shares
 from kfqn_ext.geometry import LayerGeometry, LayerPass, geometry_of
@@ -82,12 +83,15 @@ class KBFGSQuantities(InputQuantities[LayerMoments]):
 
 
 def with_outputs(module: nn.Module, moments: InputMoments) -> InputMoments:
-    """h̄ = W ā from a mean patch that has changed, as it was pooled; W as it is now."""
+    """h̄ = W ā from a mean patch that has changed, as it was pooled; W as it is now.
+
+    Where W is divided, with the rows that this process holds: the sum over processes is h̄.
+    """
     if not isinstance(moments, LayerMoments):
         return moments
     layer: Any = module
-    weight = layer.weight.detach().to(moments.a_bar)
-    bias = None if layer.bias is None else layer.bias.detach().to(moments.a_bar)
+    weight = rows_among_zeros(layer.weight.detach()).to(moments.a_bar)
+    bias = None if layer.bias is None else rows_among_zeros(layer.bias.detach()).to(moments.a_bar)
     geometry = cast(LayerGeometry, geometry_of(module))
     return replace(moments, h_bar=geometry.multiply(weight, bias, moments.a_bar))
 

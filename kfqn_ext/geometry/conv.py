@@ -56,7 +56,7 @@ class ConvGeometry(LayerGeometry):
         conv = cast(nn.Conv2d, module)  # the three kinds share these attributes
         has_bias, dims = conv.bias is not None, len(conv.kernel_size)
         return cls(
-            d_in=conv.weight[0].numel() + has_bias,
+            d_in=math.prod(conv.weight.shape[1:]) + has_bias,
             d_out=conv.out_channels // conv.groups,
             groups=conv.groups,
             has_bias=has_bias,

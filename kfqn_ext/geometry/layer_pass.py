@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from kfqn_ext._torch import is_divided
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.geometry.base import LayerGeometry
 
@@ -68,10 +69,16 @@ class LayerPass:
             The pass.
 
         Raises:
-            UnsupportedLayerError: If the input is sparse.
+            UnsupportedLayerError: If the input is sparse, or this process has a part of input or weight alone.
         """
         weight: Tensor = cast(Any, module.weight).detach()
         bias: Tensor | None = getattr(module, "bias", None)
+        if is_divided(weight) or is_divided(x):
+            raise UnsupportedLayerError(
+                f"The weight or the input of {module} is divided among processes while the layer runs, as tensor "
+                "parallelism does: each has a part of h = W a. Use DistributedDataParallel or fully_shard, under which "
+                "layers run whole."
+            )
         dtype = torch.promote_types(weight.dtype, torch.float32)
         if x.layout is not torch.strided:
             raise UnsupportedLayerError(f"The input of {module} is sparse ({x.layout}): give it layer(x.to_dense()).")

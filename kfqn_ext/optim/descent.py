@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfqn_ext._torch import rows_of
 from kfqn_ext.linalg import flush_
 from kfqn_ext.optim.gate import Gate, Rate
 from kfqn_ext.optim.groups.plan import Layer, Plan, working_dtype
@@ -27,6 +28,8 @@ Group = dict[str, Any]
 Direction = Callable[[Layer, Group, Tensor], Tensor | None]
 """(layer, its group, M) ↦ P = H_G M H_A, or None for a layer without curvature, which moves as others do."""
 GradNorms = Mapping[Tensor, Tensor]
+Gradients = Mapping[Tensor, Tensor]
+"""Of each parameter that has one: whole where its layer moves here, else what is here of it."""
 Shrinks = Mapping[Tensor, Rate]
 # A momentum shrinks to 0.005 of itself in so many steps at β = 0.9: far from subnormal, at no cost worth a mention.
 _FLUSH_EVERY = 50
@@ -58,14 +61,15 @@ def descend(
         limit: Bound on the squared length of the whole step in the preconditioned norm, []; None for none.
         owners: Who finds the moves of layers with curvature.
     """
-    gate, shrinks, shared = Gate(finite), _shrinks(groups), _shared(groups, state, plan)
+    gate, shrinks, shared = Gate(finite), _shrinks(groups), _shared(groups, state, plan, owners)
+    grads = _gradients(groups, plan, owners)
     for group in groups:
-        _forget(_idle_momenta(group, state, plan), gate)
-        _accumulate(list(_momenta(group, state, plan)), group, gate)
+        _forget(_idle_momenta(group, state, plan, owners), gate)
+        _accumulate(list(_momenta(group, state, plan, owners, grads)), group, gate)
     ready: list[_Ready] = []
     moves: list[Move] = []
     for group in groups:
-        layers, others = _apart(group, state, plan, recipe.others, direction, grad_norms)
+        layers, others = _apart(group, state, plan, recipe.others, direction, grad_norms, owners, grads)
         ready += layers
         moves += _moves_of_others(others, group, recipe.others, shrinks, gate)
     moves += _moves_of_layers(ready, recipe.length, shrinks, gate)
@@ -79,24 +83,30 @@ def descend(
 # ------------------------------------------------------------------ which momentum is whose
 
 
-def _momenta(group: Group, state: Mapping[Tensor, State], plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
+def _gradients(groups: Sequence[Group], plan: Plan, owners: Owners) -> Gradients:
+    found = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
+    return owners.gradients(found, [plan.layers[p] for group in groups for p in group["params"] if p in plan.layers])
+
+
+def _momenta(
+    group: Group, state: Mapping[Tensor, State], plan: Plan, owners: Owners, grads: Gradients
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Each gradient of a group, after the part of the momentum that it belongs to."""
     for p in group["params"]:
         layer = plan.layers.get(p)
         if layer is None:
-            if p not in plan.covered and p.grad is not None:
-                yield as_real(_momentum_of(p, state[p])), as_real(p.grad)
-        elif _moves_here(layer, state):
+            if p not in plan.covered and p in grads:
+                yield as_real(rows_of(_momentum_of(p, state[p]))), as_real(grads[p])
+        elif _moves_here(layer, state, owners):
             for q, part in _moving_parts(layer, momentum(layer, state[p])):
-                assert q.grad is not None
-                yield part, q.grad
+                yield part, grads[q]
 
 
-def _idle_momenta(group: Group, state: Mapping[Tensor, State], plan: Plan) -> Iterator[Tensor]:
+def _idle_momenta(group: Group, state: Mapping[Tensor, State], plan: Plan, owners: Owners) -> Iterator[Tensor]:
     """Parts of a group's momenta whose parameter has no gradient, though its layer has one."""
     for p in group["params"]:
         layer = plan.layers.get(p)
-        if layer is not None and _moves_here(layer, state):
+        if layer is not None and _moves_here(layer, state, owners):
             yield from (part for q, part in _parts(layer, momentum(layer, state[p])) if q.grad is None)
 
 
@@ -107,14 +117,18 @@ def _momentum_of(p: Tensor, state: State) -> Tensor:
     return state["momentum"]
 
 
-def _moves_here(layer: Layer, state: Mapping[Tensor, State]) -> bool:
+def _moves_here(layer: Layer, state: Mapping[Tensor, State], owners: Owners) -> bool:
     """Whether a layer has a gradient, and this process its momentum."""
-    return bool(_moving(layer)) and not is_elsewhere(state.get(layer.weight, {}))
+    here = owners.owns(layer) if owners.rows is not None else not is_elsewhere(state.get(layer.weight, {}))
+    return bool(_moving(layer)) and here
 
 
-def _shared(groups: Sequence[Group], state: Mapping[Tensor, State], plan: Plan) -> dict[Tensor, Layer]:
-    """Parameters with a gradient whose layer has curvature, which its owner alone may keep."""
-    blocks = [block for block in plan.blocks(groups, state) if is_started(block)]
+def _shared(groups: Sequence[Group], state: Mapping[Tensor, State], plan: Plan, owners: Owners) -> dict[Tensor, Layer]:
+    """Parameters with a gradient whose layer's owner finds the step: alone, where the layer has curvature.
+
+    Where a process has rows of parameters alone, it does so for all layers.
+    """
+    blocks = [block for block in plan.blocks(groups, state) if owners.rows is not None or is_started(block)]
     return {p: block.layer for block in blocks for p in _moving(block.layer)}
 
 
@@ -186,19 +200,21 @@ def _apart(
     rule: Others,
     direction: Direction,
     grad_norms: GradNorms,
+    owners: Owners,
+    grads: Gradients,
 ) -> tuple[list[_Ready], list[Other]]:
     """What of a group moves: layers along H_G M H_A, and parameters that have no such direction."""
     layers, others = [], []
     for p in group["params"]:
         layer = plan.layers.get(p)
         if layer is None:
-            if p not in plan.covered and p.grad is not None:
-                others.append(Other(p, as_real(_momentum_of(p, state[p])), state[p]))
-        elif _moves_here(layer, state):
+            if p not in plan.covered and p in grads:
+                others.append(Other(p, grads[p], _momentum_of(p, state[p]), state[p]))
+        elif _moves_here(layer, state, owners):
             M = momentum(layer, state[p])
             P = direction(layer, group, M)
             if P is None:
-                others += [Other(q, part, state[q]) for q, part in _moving_parts(layer, M)]
+                others += [Other(q, grads[q], part, state[q]) for q, part in _moving_parts(layer, M)]
             else:
                 parts = [q for q, _ in _moving_parts(layer, M)]
                 for q in parts:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kfqn_ext._torch import rows_of
 from kfqn_ext.optim.gate import Gate, Rate
 from kfqn_ext.optim.groups.plan import Layer, working_dtype
 from kfqn_ext.optim.numbers import as_real
@@ -18,7 +19,8 @@ class Move:
 
     Attributes:
         parameter: θ.
-        direction: p, shaped like θ; of a complex one, like its real and imaginary parts.
+        direction: p, shaped like θ, or like its rows where a process has rows alone; of a complex one, like its real
+            and imaginary parts.
         momentum: M, shaped like p; None where another process keeps it.
         rate: r.
         lr: α, or what r is where the length of a layer's step is set.
@@ -39,13 +41,14 @@ class Move:
 
 
 def squared_length(moves: Sequence[Move], shared: Mapping[Tensor, Layer], owners: Owners) -> Tensor:
-    """Σ α r ⟨p, M⟩ over all parameters, []: those that are shared are summed over their owners."""
+    """Σ α r ⟨p, M⟩ over all parameters, []: those that are shared are summed over their owners, or over rows."""
     return _sum(moves) if not owners.several else _sum_over_owners(moves, shared, owners)
 
 
 def _sum_over_owners(moves: Sequence[Move], shared: Mapping[Tensor, Layer], owners: Owners) -> Tensor:
-    own, rest = ([m for m in moves if (m.parameter in shared) is sought] for sought in (True, False))
-    device = next(iter([*shared, *(move.parameter for move in rest)])).device
+    is_part = [owners.rows is not None or move.parameter in shared for move in moves]
+    own, rest = ([m for m, part in zip(moves, is_part, strict=True) if part is sought] for sought in (True, False))
+    device = next(iter([*shared, *(move.parameter for move in moves)])).device
     zero = torch.zeros((), dtype=torch.float64, device=device)
     return owners.mail.total(_sum(own).to(zero) if own else zero) + (_sum(rest).to(zero) if rest else zero)
 
@@ -77,7 +80,7 @@ def from_owners(
         return list(moves)
     own = {move.parameter: move for move in moves}
     steps = [(layer, _step(p, own.get(p), gate)) for p, layer in shared.items()]
-    sent = zip(shared, owners.spread(steps), strict=True)
+    sent = zip(shared, owners.spread_steps(steps), strict=True)
     rest = [move for move in moves if move.parameter not in shared]
     return rest + [Move(p, step, None, 1.0, 1.0, shrinks[p]) for p, step in sent]
 
@@ -90,7 +93,7 @@ def _step(p: Tensor, move: Move | None, gate: Gate) -> Tensor:
 
 def apply(move: Move, gate: Gate) -> None:
     """Take a move, unless the batch is not finite."""
-    p = as_real(move.parameter)
+    p = as_real(rows_of(move.parameter))
     if isinstance(move.shrink, Tensor) or move.shrink != 1.0:
         p.mul_(gate.choose(move.shrink, 1.0, p))
     # A direction comes from M, which is finite whatever the batch was: a rate of zero leaves p alone.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self, Unpack
 
-from kfqn_ext._torch import accumulates_gradient_of
+from kfqn_ext._torch import accumulates_gradient_of, rest, rows_of
 from kfqn_ext.extensions import KBFGSQuantities, LayerExtension, extend, listen
 from kfqn_ext.linalg.operators import Inverses
 from kfqn_ext.linalg.splits import LARGE_EPSILON, is_relative
@@ -141,14 +141,17 @@ class KroneckerOptimizer(Optimizer):
                 and only A s before a normalization the part.
             reduction: "mean" or "sum": what the loss does over the data of a batch.
             process_group: The processes that train copies of the model together, where ``model`` is no
-                ``DistributedDataParallel`` and holds none; a group of one for a training of its own.
+                ``DistributedDataParallel`` and holds none; a group of one for a training of its own. A model of
+                ``fully_shard`` says it.
             shard_state: Divide the state among these processes: each layer has an owner, which alone keeps H_A, H_G and
-                momentum, and learns. All get its step, as long as the gradient. A single process owns everything.
+                momentum, and learns. All get its step, as long as the gradient. A single process owns everything. Under
+                ``fully_shard`` the state is always divided.
 
         Raises:
             ValueError: If a hyperparameter is out of range, or weight and bias of a layer are in two groups that differ
                 in more than ``weight_decay``, or this recipe can't share its state.
-            UnsupportedLayerError: If the model has no layer with a Kronecker block.
+            UnsupportedLayerError: If the model has no layer with a Kronecker block, or is divided among processes in
+                another way than by ``fully_shard`` over one group.
             TypeError: If the model is none, or ``params`` are no parameters.
         """
         check_arguments(model, params, type(self).__name__)
@@ -157,9 +160,10 @@ class KroneckerOptimizer(Optimizer):
         reduction = options["reduction"]
         model, ranks = ranks_of(model, options["process_group"])
         checks.options(step_cap, fraction, recipe)
-        owners = Owners(recipe, ranks if options["shard_state"] else OneProcess())
-        if owners.several:
-            checks.can_be_sharded(recipe, type(self).__name__)
+        is_shared = options["shard_state"] or ranks.rows is not None
+        owners = Owners(recipe, ranks if is_shared else OneProcess(), ranks.rows)
+        if is_shared and ranks.several:
+            checks.can_be_sharded(recipe, type(self).__name__, ranks.rows is not None)
         KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
         defaults = {
             "lr": lr,
@@ -303,13 +307,14 @@ class KroneckerOptimizer(Optimizer):
 
     def _ready(self) -> Iteration | None:
         """The minibatch that this step is of; None for one that nothing was measured of."""
-        self._planned.check_places()
+        self._check_places()
         it = self._iteration
         if it is not None and it.stepped:
             self._warn_once(_NEVER_RAN)
             it = self._iteration = None
         lacks_loss = self._step_cap is not None and (it is None or it.loss is None)
         checks.step(self._gradients(), it is not None or self._has_curvature(), lacks_loss)
+        checks.averaged(self._gradients(), self._passes.ranks.rows is not None)
         self._apply_schedules()
         return it
 
@@ -356,9 +361,10 @@ class KroneckerOptimizer(Optimizer):
         """‖∂p‖_F of each parameter that has a gradient, [], in float32 at least."""
         # The Euclidean norm: on a CPU it costs a twentieth of the largest entry.
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        grads = [as_real(grad) for grad in self._gradients()]
+        grads = [as_real(rows_of(grad)) for grad in self._gradients()]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-        return dict(zip(parameters, torch._foreach_norm(grads, 2, dtype), strict=True))
+        norms = self._preconditioner.owners.norms(torch._foreach_norm(grads, 2, dtype))
+        return dict(zip(parameters, norms, strict=True))
 
     def _finite(self, grad_norms: Mapping[Tensor, Tensor], it: Iteration | None) -> Tensor:
         """Whether all gradients are finite, and small enough to be squared, and the loss is, bool []."""
@@ -390,7 +396,9 @@ class KroneckerOptimizer(Optimizer):
             NotImplementedError: In several processes.
             ValueError: If all batches are empty, or a schedule has left its range.
         """
-        checks.surroundings(self, "state" not in vars(self) or self._passes.ranks.is_chosen)
+        checks.wrapper(self)
+        self._check_places()
+        checks.processes(self, self._passes.ranks.is_chosen)
         self._begin()
         trained, due, fresh = self._trained()
         learner, fraction = self._preconditioner, self._passes.fraction
@@ -408,7 +416,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _begin(self) -> None:
         """Leave the minibatch before behind."""
-        self._planned.check_places()
+        self._check_places()
         checks.hooks(self._planned.layers.values(), type(self).__name__)
         self._forget_empty_state()
         self._follow_parameters()
@@ -416,6 +424,11 @@ class KroneckerOptimizer(Optimizer):
             self._warn_once(_NEVER_RAN)
         self._iteration = None
         self._apply_schedules()
+
+    def _check_places(self) -> None:
+        """Raise a RuntimeError where the model trains other parameters than those that are optimized."""
+        rest(self._model)  # what was gathered is none; and the next pass would run with it, whatever has moved since
+        self._planned.check_places()
 
     def _trained(self) -> tuple[list[Block], list[Block], list[Block]]:
         """Layers whose weight is trained; of these, those that are to learn, and those without curvature."""
@@ -460,7 +473,7 @@ class KroneckerOptimizer(Optimizer):
         checks.hooks(self._planned.layers.values(), type(self).__name__)
         heard = self._passes.listening.take()
         if heard is not None and self._iteration is None:
-            checks.surroundings(self, self._passes.ranks.is_chosen)
+            checks.processes(self, self._passes.ranks.is_chosen)
             checks.loss_scale(heard)
             self._iteration = Iteration(self.param_groups[0]["step"] + 1, heard.results(), self._passes.fraction)
 
@@ -575,6 +588,7 @@ class KroneckerOptimizer(Optimizer):
         Raises:
             ValueError: If the loader is empty, or ``forward`` is needed and missing.
         """
+        self._check_places()
         results = self._passes.over_data([b.layer for b in self._blocks()], loader, forward, progress)
         self._forget_empty_state()
         for layer in self._start(self._blocks(), results, again=True):
@@ -742,9 +756,9 @@ class KroneckerOptimizer(Optimizer):
         """
         state_dict, owners = self.state_dict(), self._preconditioner.owners
         parts = owners.mail.gathered(checkpoint.owned_part(state_dict, self._parameters(), self._planned, owners), rank)
+        state = checkpoint.with_whole_tensors(state_dict["state"], owners, rank)
         if parts is None or self._passes.ranks.rank != rank:
             return None
-        state = state_dict["state"]
         for part in parts:
             state |= part
         return {**state_dict, "state": state}
@@ -799,6 +813,8 @@ class KroneckerOptimizer(Optimizer):
                 del self.state[p]
             else:
                 self.state[p] = checkpoint.fitted(saved, p)
+                if p not in self._planned.layers and p not in self._planned.covered:
+                    self.state[p] = checkpoint.divided(self.state[p], p, self.recipe)
 
     def _follow_parameters(self) -> None:
         """Bring the state to where the parameters are, and to their dtype: after ``model.double()`` and its like."""
@@ -814,7 +830,7 @@ class KroneckerOptimizer(Optimizer):
         if self._iteration is not None or self.state or any(float(group["lr"]) != 0 for group in self.param_groups):
             return False
         gradients = self._gradients()
-        return bool(gradients) and not any(bool(g.any()) for g in gradients)
+        return bool(gradients) and not any(bool(rows_of(g).any()) for g in gradients)
 
     def _make_empty_state(self) -> None:
         self._state_is_empty = True

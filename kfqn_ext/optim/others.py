@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kfqn_ext._torch import rows_of
 from kfqn_ext.optim.gate import Gate, Rate
 from kfqn_ext.optim.inverses.base import State
 from kfqn_ext.optim.numbers import as_real
@@ -18,13 +19,20 @@ class Other:
 
     Attributes:
         p: The parameter θ.
-        momentum: M of this step, shaped like it; of a complex one, [..., 2].
+        grad: Its gradient, or the rows of it that are here.
+        kept: M of this step, as it is kept: shaped like θ, and divided among processes as θ is.
         state: The optimizer's state of it, in which a rule may keep tensors.
     """
 
     p: Tensor
-    momentum: Tensor
+    grad: Tensor
+    kept: Tensor
     state: State
+
+    @property
+    def momentum(self) -> Tensor:
+        """M, or the rows of it that are here; of a complex one, [..., 2]."""
+        return as_real(rows_of(self.kept))
 
 
 class Others:
@@ -34,7 +42,7 @@ class Others:
     """What ``repr(optimizer)`` calls their treatment."""
 
     def start(self, state: State, like: Tensor) -> None:
-        """Make what the rule keeps of a parameter; ``like`` is an M, shaped like it."""
+        """Make what the rule keeps of a parameter; ``like`` is an M, as it is kept."""
 
     def forget(self, state: State) -> None:
         """Drop what the rule keeps of a parameter whose layer has curvature now."""
@@ -48,7 +56,7 @@ class Others:
             gate: Says whether the minibatch is finite; where it is not, states stay as they are.
 
         Returns:
-            One for each, shaped like its momentum, and in its dtype.
+            One for each, shaped like its :attr:`Other.momentum`, and in its dtype.
         """
         raise NotImplementedError
 
@@ -104,7 +112,7 @@ class AdamW(Others):
 
     def start(self, state: State, like: Tensor) -> None:  # noqa: D102
         state["exp_avg_sq"] = torch.zeros_like(like, memory_format=torch.preserve_format)
-        state["weights"] = like.new_zeros(2)  # of M, and of the second moment
+        state["weights"] = rows_of(like).new_zeros(2)  # of M, and of the second moment
 
     def forget(self, state: State) -> None:  # noqa: D102
         state.pop("exp_avg_sq", None)
@@ -124,15 +132,15 @@ class AdamW(Others):
         """Those of parameters on one device and in one dtype."""
         momenta, like = [other.momentum for other in others], others[0].momentum
         # Closed before they are squared: 0 · NaN is NaN, and the largest number's square is infinite.
-        grads = [torch.nan_to_num(as_real(other.p.grad).to(like.dtype)) for other in others if other.p.grad is not None]
+        grads = [torch.nan_to_num(as_real(other.grad).to(like.dtype)) for other in others]
         torch._foreach_mul_(grads, gate.choose(1.0, 0.0, like))
         for other, g in zip(others, grads, strict=True):
             if "exp_avg_sq" not in other.state:
-                self.start(other.state, other.momentum)
+                self.start(other.state, as_real(other.kept))
                 # A momentum that holds more than this gradient is of a layer that had curvature, and old.
                 is_new = (g == other.momentum).all()
                 other.state["weights"][0] = torch.where(is_new, 0.0, 1.0 / (1.0 - beta1))
-        squares = [other.state["exp_avg_sq"] for other in others]
+        squares = [rows_of(other.state["exp_avg_sq"]) for other in others]
         torch._foreach_mul_(squares, gate.choose(self.beta2, 1.0, like))
         torch._foreach_addcmul_(squares, grads, grads, value=1.0 - self.beta2)
         first, second = self._weigh([other.state["weights"] for other in others], beta1, gate)

@@ -25,7 +25,7 @@ def work(rank: int, ranks: int, folder: str) -> None:
         world_size=ranks,
         timeout=datetime.timedelta(seconds=LIMIT),
     )
-    from tests.distributed.cases import CASES
+    from tests.distributed.fsdp_cases import CASES  # with those of cases
 
     out = Path(folder, f"rank{rank}.txt")
     for name, run in CASES.items():

@@ -1,6 +1,6 @@
 """Two processes: quantities under DistributedDataParallel, averaged, are the whole batch's; an optimizer trains as one.
 
-Run as a script with a rank and a file to meet at, it is one of the processes.
+Run as a script with a rank, a file to meet at, and the name of a function here, it is one of the processes.
 """
 
 import os
@@ -17,6 +17,7 @@ from backpack import backpack
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities, extend
 from kfqn_ext.optim import KBFGS, Minibatch
 
@@ -84,14 +85,57 @@ def process(rank: int, meeting: str) -> None:
     distributed.destroy_process_group()
 
 
-def two_processes() -> None:
+def divided(rank: int, meeting: str) -> None:
+    """FSDP2 by layer: quantities are those of a process's own data, and steps those of one process with all data."""
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    x, y = data()
+    shard, alone = slice(rank * 4, rank * 4 + 4), distributed.new_group([rank], use_local_synchronization=True)
+    model, twin = net(), net()
+    for layer in (model[0], model[3], model):
+        fully_shard(layer)
+    local, want = KBFGSQuantities(), KBFGSQuantities()
+    for one, ext in ((extend(model), local), (extend(net()), want)):
+        with backpack(ext):
+            F.cross_entropy(one(x[shard]), y[shard]).backward()
+        one.zero_grad()
+    for got, expected in zip(local.values(), want.values(), strict=True):
+        for name in ("a_bar", "h_bar", "dh_bar"):
+            torch.testing.assert_close(getattr(got, name), getattr(expected, name))
+    optimizer, reference = KBFGS(model), KBFGS(twin, process_group=alone)
+    for _ in range(3):
+        optimizer.step(Minibatch(model, F.cross_entropy, x[shard], y[shard]))
+        reference.step(Minibatch(twin, F.cross_entropy, x, y))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def fsdp1() -> None:
+    """Refused by name; its constructor asks for a GPU, so that this one has not run it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(model)
+    model._modules["_fsdp_wrapped_module"] = net()
+    with pytest.raises(UnsupportedLayerError, match=r"FullyShardedDataParallel keeps.*fully_shard\(model\)"):
+        KBFGS(model)
+
+
+def two_processes(what: str = "process") -> None:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.real.processes"]
         running = [
             subprocess.Popen(
-                [*command, str(rank), f"{folder}/meeting"], env=environment, cwd=root, stderr=subprocess.PIPE, text=True
+                [*command, str(rank), f"{folder}/meeting", what],
+                env=environment,
+                cwd=root,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for rank in range(RANKS)
         ]
@@ -104,6 +148,10 @@ def two_processes() -> None:
                 one.kill()
 
 
+def two_processes_that_share_a_model() -> None:
+    two_processes("divided")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    process(int(sys.argv[1]), sys.argv[2])
+    {"process": process, "divided": divided}[sys.argv[3]](int(sys.argv[1]), sys.argv[2])

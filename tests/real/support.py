@@ -172,6 +172,8 @@ ROWS: list[Row] = [
     *_rows(
         "processes",
         ("DistributedDataParallel", W, "`KBFGS(DistributedDataParallel(model))`: the steps of one process with all data, and its state; see [processes.md](processes.md). Quantities are local, to be averaged by `num_data`", processes.two_processes),
+        ("FSDP2", W, "`fully_shard(model)`, then `KBFGS(model)`: as above, with each layer's state on one process. Quantities are found by their layer, `ext[module]`, for `module.weight` is another object after the pass", processes.two_processes_that_share_a_model),
+        ("FSDP1", R, "`FullyShardedDataParallel` leaves layers no weight of their own: use `fully_shard`. Tensor parallelism and meshes of more dimensions are refused too", processes.fsdp1),
     ),
     *_rows(
         "trainers",

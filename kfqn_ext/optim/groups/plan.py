@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfqn_ext._torch import is_divided
 from kfqn_ext.errors import UnsupportedLayerError, listed
 from kfqn_ext.geometry import LayerGeometry, geometry_of, is_layer, refusal
 
@@ -103,6 +104,12 @@ class Plan:
         """Raise a RuntimeError where the model trains other parameters in the places of those that are optimized."""
         moved = [p for p, (module, name) in self.places.items() if module._parameters.get(name) is not p]
         new = {p: self.places[p][0]._parameters.get(self.places[p][1]) for p in moved}
+        late = [self.names[p] for p, q in new.items() if is_divided(q) and not is_divided(p)]
+        if late:
+            raise RuntimeError(
+                f"fully_shard was called after the optimizer was built: it has put other parameters in the places of "
+                f"{listed(late)}, and the optimizer still has the old ones. Build it after fully_shard."
+            )
         replaced = [self.names[p] for p, q in new.items() if q is not None and q.requires_grad and q not in self.names]
         if replaced:
             raise RuntimeError(

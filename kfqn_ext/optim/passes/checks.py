@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, distributed
 from torch.optim import Optimizer
 
+from kfqn_ext._torch import is_divided
 from kfqn_ext.extensions import has_backpacks_hooks
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses import OutputInverse
@@ -16,13 +17,17 @@ from kfqn_ext.optim.passes.measurement import Measurement, Results
 from kfqn_ext.optim.recipe import Recipe, SecondPass
 
 
-def surroundings(optimizer: Optimizer, is_chosen: bool) -> None:
-    """Raise inside a trainer's wrapper, and in several processes of which nobody has said how they train."""
+def wrapper(optimizer: Optimizer) -> None:
+    """Raise a RuntimeError inside a trainer's wrapper."""
     if "state" not in vars(optimizer):  # Lightning's wrapper inherits from what it wraps and shares no attribute
         raise RuntimeError(
             "first_pass() was called on a trainer's wrapper, which keeps what it measures from the optimizer. Call "
             "it on the optimizer inside: optimizer.optimizer.first_pass(), and second_pass() alike."
         )
+
+
+def processes(optimizer: Optimizer, is_chosen: bool) -> None:
+    """Raise a RuntimeError in several processes of which nobody has said how they train."""
     if (
         not is_chosen
         and distributed.is_available()
@@ -155,14 +160,17 @@ def options(step_cap: float | None, fraction: float, recipe: Recipe) -> None:
         raise ValueError(f"Invalid second_pass_fraction: {fraction}. It must be in (0, 1].")
 
 
-def can_be_sharded(recipe: Recipe, name: str) -> None:
+def can_be_sharded(recipe: Recipe, name: str, by_fsdp: bool) -> None:
     """Raise a ValueError where one process can't keep what others need in their backward pass."""
     rule = type(recipe.output_inverse)
+    what, instead = ("shard_state=True", "shard_state=False")
+    if by_fsdp:
+        what, instead = "a model of fully_shard, whose state is divided too", "DistributedDataParallel"
     if rule.probe is not OutputInverse.probe:
         raise ValueError(
-            f"shard_state=True: {name} looks at Γ during the backward pass, in directions that {rule.__name__} chooses "
-            "from state, and each process would need the state of all layers for that. Use shard_state=False, or an "
-            "optimizer that learns H_G from two passes, as KBFGS does."
+            f"{what}: {name} looks at Γ during the backward pass, in directions that {rule.__name__} chooses from "
+            f"state, and each process would need the state of all layers for that. Use {instead}, or an optimizer that "
+            "learns H_G from two passes, as KBFGS does."
         )
 
 
@@ -185,6 +193,17 @@ def step(gradients: list[Tensor], has_measurements: bool, lacks_loss: bool) -> N
         )
     if lacks_loss:
         raise RuntimeError("step_cap compares the step with the loss: pass a closure that returns the loss.")
+
+
+def averaged(grads: list[Tensor], are_divided: bool) -> None:
+    """Raise a RuntimeError where processes share a model, and some gradient is none of theirs together."""
+    found = [list(g.shape) for g in grads if are_divided and not is_divided(g)]
+    if found:
+        raise RuntimeError(
+            f"Parameters of shapes {found} have gradients and are outside of all units of fully_shard: nobody averages "
+            "these over processes. They were frozen when the optimizer was built; keep them frozen, or call "
+            "fully_shard on the whole model before it is built."
+        )
 
 
 def _gradients(grads: list[Tensor]) -> None:

@@ -236,7 +236,9 @@ class Passes:
 
     def _pool_second(self, found: Results, same_data: Tensor) -> tuple[Results, list[float]]:
         said: list[Any] = [(~same_data).float(), float(not self._replay.is_exact)]
-        return self.ranks.pooled(found, self._weights, said, without={"a_bar"})
+        has_rows = self.ranks.rows is not None  # then h̄ follows from ā, as in the first pass
+        whole, said = self.ranks.pooled(found, self._weights, said, without={"h_bar" if has_rows else "a_bar"})
+        return self.ranks.outputs(whole), said
 
     def over_data(
         self,

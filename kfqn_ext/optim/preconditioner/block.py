@@ -104,7 +104,11 @@ def start_empty(block: Block, recipe: Recipe) -> None:
 
 def without_numbers(layer: Layer) -> Block:
     """A layer as :func:`start_empty` can fill it on the device "meta": names, shapes and dtypes cost nothing there."""
-    return Block(replace(layer, weight=layer.weight.detach().to("meta")), {"damping": 1.0}, {})
+    return Block(
+        replace(layer, weight=torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")),
+        {"damping": 1.0},
+        {},
+    )
 
 
 def empty_other(p: Tensor, recipe: Recipe) -> State:

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kfqn_ext._torch import uncompiled_name
+from kfqn_ext._torch import is_divided, own_rows, rows_of, uncompiled_name
 from kfqn_ext.errors import listed
 from kfqn_ext.optim.groups.plan import Plan, working_dtype
 from kfqn_ext.optim.inverses import State
@@ -187,6 +188,33 @@ def owned_part(
     }
 
 
+def with_whole_tensors(state: Mapping[Any, State], owners: Owners, rank: int) -> dict[Any, State]:
+    """State with what processes have rows of, whole for one of them; a collective where they do.
+
+    Args:
+        state: All state, by the keys of a state dictionary.
+        owners: What moves rows.
+        rank: Who is to have it. Others get it without these tensors.
+    """
+    found = {key: dict(values) for key, values in state.items()}
+    divided = [(key, name) for key, values in state.items() for name, value in values.items() if is_divided(value)]
+    if owners.rows is None or not divided:
+        return found
+    tensors = [state[key][name] for key, name in divided]
+    whole = owners.rows.gathered([rows_of(t) for t in tensors], [t.shape for t in tensors], [rank] * len(tensors))
+    for (key, name), value in zip(divided, whole, strict=True):
+        del found[key][name]
+        if value is not None:
+            found[key][name] = value
+    return found
+
+
+def divided(state: State, p: Tensor, recipe: Recipe) -> State:
+    """The state of a parameter without a block, divided among processes as the parameter is."""
+    like = blocks.empty_other(p, recipe) if is_divided(p) else {}
+    return {key: own_rows(value, like.get(key)) for key, value in state.items()}
+
+
 def saved_ids(state_dict: Mapping[str, Any]) -> list[Any]:
     """The keys of a state dictionary's parameters, in their order."""
     return [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -198,7 +226,7 @@ def _expected_state(p: Tensor, plan: Plan, recipe: Recipe) -> State:
         return {}
     layer = plan.layers.get(p)
     if layer is None:
-        return blocks.empty_other(p.detach().to("meta"), recipe)
+        return blocks.empty_other(torch.empty_like(rows_of(p.detach()), device="meta").new_empty(p.shape), recipe)
     block = blocks.without_numbers(layer)
     with suppress(NotImplementedError):  # of a quantity of somebody's own, whose shapes are not known: the rest remains
         blocks.start_empty(block, recipe)

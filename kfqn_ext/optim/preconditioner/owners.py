@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kfqn_ext._torch import rows_of
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses import State
 from kfqn_ext.optim.preconditioner import block as blocks
@@ -33,6 +34,21 @@ class Mail(Protocol):
         """What each process has given, for one of them; None for the others. A collective."""
 
 
+class RowMail(Protocol):
+    """What brings together tensors of which each process has rows, and divides them again."""
+
+    def gathered(
+        self, rows: Sequence[Tensor], shapes: Sequence[torch.Size], owners: Sequence[int]
+    ) -> list[Tensor | None]:
+        """Each tensor whole, for its owner; None for the others. A collective."""
+
+    def divided(self, whole: Sequence[Tensor], owners: Sequence[int]) -> list[Tensor]:
+        """The rows that this process is to have of each tensor, from its owner; a collective.
+
+        Of tensors that others own, only form and dtype count.
+        """
+
+
 class Owners:
     """An owner for each layer with a Kronecker block: it alone keeps the layer's state, and learns.
 
@@ -40,11 +56,13 @@ class Owners:
 
     Attributes:
         mail: What reaches the other processes.
+        rows: Moves rows of parameters, where a process has rows alone, and an owner needs those of its layers whole;
+            None where each has a copy of the model.
     """
 
-    def __init__(self, recipe: Recipe, mail: Mail) -> None:
+    def __init__(self, recipe: Recipe, mail: Mail, rows: RowMail | None = None) -> None:
         """Divide the layers of a recipe among the processes that mail reaches."""
-        self._recipe, self.mail = recipe, mail
+        self._recipe, self.mail, self.rows = recipe, mail, rows
         self._sizes: dict[Tensor, int] = {}
         self._ranks: dict[Tensor, int] = {}
         self._templates: dict[Hashable, State] = {}
@@ -102,6 +120,36 @@ class Owners:
     def spread(self, of_layers: Sequence[tuple[Layer, Tensor]]) -> list[Tensor]:
         """Tensors of layers as their owners have them; a collective. Of others', give what is :func:`to_be_filled`."""
         return self.mail.spread([tensor for _, tensor in of_layers], [self.rank_of(layer) for layer, _ in of_layers])
+
+    def spread_steps(self, of_layers: Sequence[tuple[Layer, Tensor]]) -> list[Tensor]:
+        """The same for steps of parameters; where a process has rows of these alone, its rows of the steps."""
+        if self.rows is None:
+            return self.spread(of_layers)
+        return self.rows.divided([step for _, step in of_layers], [self.rank_of(layer) for layer, _ in of_layers])
+
+    def gradients(self, gradients: Mapping[Tensor, Tensor], layers: Sequence[Layer]) -> dict[Tensor, Tensor]:
+        """The gradients that moves are found from: whole for a layer's owner, and what is here of all others.
+
+        Where processes have rows of parameters alone, it is a collective.
+
+        Args:
+            gradients: Of parameters that have one, by parameter.
+            layers: In an order that all processes have.
+        """
+        found = {p: rows_of(g) for p, g in gradients.items()}
+        if self.rows is None:
+            return found
+        parts = [(p, self.rank_of(layer)) for layer in layers for p in (layer.weight, layer.bias) if p in found]
+        sent = [found[p] for p, _ in parts], [p.shape for p, _ in parts], [rank for _, rank in parts]
+        whole = zip(parts, self.rows.gathered(*sent), strict=True)
+        return found | {p: g for (p, _), g in whole if g is not None}
+
+    def norms(self, norms: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Norms of whole tensors from those of what is here of each, []; a collective where that is rows."""
+        if self.rows is None:
+            return norms
+        squares = self.mail.total(torch.stack(list(norms)).double().square())
+        return squares.sqrt().to(norms[0].dtype).unbind()
 
 
 def to_be_filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

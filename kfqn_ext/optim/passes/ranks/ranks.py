@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfqn_ext.extensions import InputMoments, with_outputs
+from kfqn_ext.extensions import InputMoments, LayerMoments, with_outputs
 from kfqn_ext.extensions.pooling import Counted, Counts, means_of
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim.inverses import Measured
 from kfqn_ext.optim.passes.measurement import Results
 from kfqn_ext.optim.passes.ranks.bucket import Bucket
+from kfqn_ext.optim.passes.ranks.divided import group_of
 from kfqn_ext.optim.passes.ranks.letters import Letters, in_world
+from kfqn_ext.optim.passes.ranks.rows import Rows
 from kfqn_ext.optim.passes.ranks.weights import Table, Weight
 
 Directions = Callable[[Mapping[nn.Module, Tensor]], Mapping[nn.Module, Tensor | None]]
@@ -32,12 +34,14 @@ class Ranks(Protocol):
         rank: Which one this is.
         size: How many there are.
         is_chosen: Whether somebody has said which ranks train together.
+        rows: Moves rows of weights, where a rank has rows alone; None where it has a copy of the model.
     """
 
     several: bool
     rank: int
     size: int
     is_chosen: bool
+    rows: Rows | None
 
     def pooled(
         self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
@@ -57,6 +61,12 @@ class Ranks(Protocol):
 
     def probed(self, own: Results, whole: Results, directions: Directions) -> Results:
         """Look at A in directions that depend on the ā of all; own inputs are let go."""
+
+    def outputs(self, whole: Results) -> Results:
+        """Add h̄ = W ā from the ā of all, where a rank has rows of W alone.
+
+        That is W as it is kept: passes may run with a rounded one, of which a difference of two h̄ would tell.
+        """
 
     def spread(self, tensors: Sequence[Tensor], senders: Sequence[int]) -> list[Tensor]:
         """Give every rank each tensor as its sender has it. Of the others', only form and dtype count."""
@@ -84,6 +94,7 @@ class OneProcess:
     """Nothing to pool."""
 
     several, rank, size = False, 0, 1
+    rows: Rows | None = None
 
     def __init__(self, is_chosen: bool = False) -> None:
         """One process for itself, because somebody said so or for there is no other."""
@@ -95,6 +106,9 @@ class OneProcess:
         return results, [float(number) for number in said]
 
     def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
+        return whole
+
+    def outputs(self, whole: Results) -> Results:  # noqa: D102
         return whole
 
     def spread(self, tensors: Sequence[Tensor], senders: Sequence[int]) -> list[Tensor]:  # noqa: D102
@@ -120,9 +134,10 @@ class OneProcess:
 
 
 class SeveralProcesses:
-    """The processes of a group, whose copies of the model get the same gradient.
+    """The processes of a group, whose copies of the model get the same gradient, or which share one model.
 
     Attributes:
+        rows: Moves rows of weights, where they share it.
         messages: How many collectives there were.
         bytes_sent: How much this rank gave to them.
     """
@@ -130,17 +145,22 @@ class SeveralProcesses:
     several, is_chosen = True, True
 
     def __init__(
-        self, group: distributed.ProcessGroup | None, wrappers: Sequence[DistributedDataParallel] = ()
+        self,
+        group: distributed.ProcessGroup | None,
+        wrappers: Sequence[DistributedDataParallel] = (),
+        rows: Rows | None = None,
     ) -> None:
         """Train together with the processes of a group; None for all.
 
         Args:
             group: The group.
             wrappers: Whose ``forward`` the passes run.
+            rows: Moves rows of weights, where each process has rows alone.
         """
+        self.rows = rows
         self._group, self._wrappers = group, list(wrappers)
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        self._gradient_is_known = False
+        self._gradient_is_known = rows is not None  # one gradient, of which each has rows
         self.messages = self.bytes_sent = 0
 
     def pooled(  # noqa: D102
@@ -172,19 +192,34 @@ class SeveralProcesses:
         return results.like({module: Measured(quantities) for module, quantities in whole.items()}), list(read)
 
     def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
-        bucket, new, sent = Bucket(self._group), {m: dict(measured.items()) for m, measured in whole.items()}, []
-        quantities = [(module, kind, q) for module, measured in whole.items() for kind, q in measured.items()]
-        inputs = [found for found in quantities if isinstance(found[-1], InputMoments)]
-        chosen = directions({module: of_all.a_bar for module, _, of_all in inputs})
-        for module, kind, of_all in inputs:
+        chosen = directions({module: of_all.a_bar for module, _, of_all in _inputs(whole)})
+
+        def look(module: nn.Module, kind: Any, of_all: InputMoments) -> tuple[InputMoments, dict[str, Tensor]]:
             s = chosen[module]
-            new[module][kind] = replace(with_outputs(module, of_all), operator=None, s=s)
-            if s is not None:
-                sent.append((module, kind, bucket.add(_product(own[module][kind], s))))
-        found = self._sent(bucket)
-        for module, kind, n in sent:
-            quantity = new[module][kind]
-            new[module][kind] = replace(quantity, A_s=found[n] / quantity.num_data)
+            sums = {} if s is None else {"A_s": _product(own[module][kind], s) / of_all.num_data}
+            return replace(of_all, operator=None, s=s), sums
+
+        return self._with_sums(whole, look)
+
+    def outputs(self, whole: Results) -> Results:  # noqa: D102
+        return whole if self.rows is None else self._with_sums(whole, lambda module, kind, of_all: (of_all, {}))
+
+    def _with_sums(
+        self,
+        whole: Results,
+        look: Callable[[nn.Module, Any, InputMoments], tuple[InputMoments, dict[str, Tensor]]],
+    ) -> Results:
+        """Results with h̄ = W ā, and with fields that are sums over ranks of what ``look`` finds on each."""
+        bucket, new, sent = Bucket(self._group), {m: dict(measured.items()) for m, measured in whole.items()}, []
+        for module, kind, of_all in _inputs(whole):
+            found, sums = look(module, kind, of_all)
+            new[module][kind] = moments = with_outputs(module, found)
+            if self.rows is not None and isinstance(moments, LayerMoments):
+                sums = {**sums, "h_bar": moments.h_bar}  # of the rows of W that are here
+            sent += [(module, kind, name, bucket.add(value)) for name, value in sums.items()]
+        arrived = self._sent(bucket)
+        for module, kind, name, n in sent:
+            new[module][kind] = replace(new[module][kind], **{name: arrived[n]})
         return whole.like({module: Measured(quantities) for module, quantities in new.items()})
 
     def _check_wrappers(self) -> None:
@@ -240,7 +275,7 @@ class SeveralProcesses:
         self._gradient_is_known = True
 
     def check_again(self) -> None:  # noqa: D102
-        self._gradient_is_known = False
+        self._gradient_is_known = self.rows is not None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -271,12 +306,26 @@ def _whole_if_whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
+def _inputs(results: Results) -> list[tuple[nn.Module, Any, InputMoments]]:
+    quantities = [(module, kind, q) for module, measured in results.items() for kind, q in measured.items()]
+    return [found for found in quantities if isinstance(found[-1], InputMoments)]
+
+
 def _product(own: InputMoments, s: Tensor) -> Tensor:
     """A s of a rank's own data, times their number."""
     if own.operator is None or own.num_data == 0:
         return torch.zeros_like(s)
     with full_precision():
         return own.operator.times(s) * own.num_data
+
+
+def _check_group(given: distributed.ProcessGroup | None, of_shards: distributed.ProcessGroup) -> None:
+    ranks = distributed.get_process_group_ranks(of_shards)
+    if given is not None and distributed.get_process_group_ranks(given) != ranks:
+        raise ValueError(
+            f"process_group is not that of the {len(ranks)} processes that fully_shard has divided the model among. "
+            "Leave it out: the model says it."
+        )
 
 
 def ranks_of(
@@ -286,11 +335,19 @@ def ranks_of(
 
     Args:
         model: A model, a ``DistributedDataParallel`` around one, or a module that holds one.
-        group: The group of processes, where no wrapper says it.
+        group: The group of processes, where neither a wrapper nor ``fully_shard`` says it.
 
     Returns:
         The model without a wrapper around it, and the ranks.
+
+    Raises:
+        UnsupportedLayerError: If processes share the model in a way in which layers can't be measured.
+        ValueError: If a group is given that is not the one that shares the model.
     """
+    of_shards = group_of(model)
+    if of_shards is not None:
+        _check_group(group, of_shards)
+        return model, SeveralProcesses(of_shards, rows=Rows(of_shards))
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     if group is None and not wrappers:
