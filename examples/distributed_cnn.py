@@ -1,9 +1,10 @@
 """Train a small CNN on scikit-learn's digits in several processes, each with a share of every minibatch.
 
     torchrun --standalone --nproc-per-node 2 examples/distributed_cnn.py [--optimizer kbfgs] [--epochs 5]
-        [--checkpoint runs/digits.pt]
+        [--shard | --fsdp] [--checkpoint runs/digits.pt]
 
-A checkpoint that is there is resumed, on any number of processes; it is that of one process, too.
+With --shard each process keeps the optimizer's state of some layers, with --fsdp also rows of each parameter only. A
+checkpoint that is there is resumed, on any number of processes and in any of these forms.
 """
 
 import argparse
@@ -15,6 +16,8 @@ try:
     import torch.nn.functional as F
     from sklearn.datasets import load_digits
     from torch import Tensor, distributed, nn
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -47,10 +50,7 @@ def train(args: argparse.Namespace) -> float:
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     data, (x_test, y_test) = digits()
     torch.manual_seed(0)  # one network on all ranks
-    inner = cnn().to(device)
-    model = DistributedDataParallel(inner)
-    optimizer = OPTIMIZERS[args.optimizer](model)
-    first = load(args.checkpoint, inner, optimizer)
+    model, optimizer, first = build(args, cnn().to(device))
     torch.manual_seed(1 + rank)  # and random numbers of each rank's own
 
     sampler: DistributedSampler[Any] = DistributedSampler(data)
@@ -67,32 +67,41 @@ def train(args: argparse.Namespace) -> float:
             else:
                 optimizer.step(Minibatch(model, F.cross_entropy, x, y))
         with torch.no_grad():
-            accuracy = float((inner(x_test.to(device)).argmax(1).cpu() == y_test).float().mean())
+            accuracy = float((model(x_test.to(device)).argmax(1).cpu() == y_test).float().mean())
         if rank == 0:
             print(f"epoch {epoch + 1}  test accuracy {accuracy:.2%}  {size} process(es)", flush=True)
-            save(args.checkpoint, inner, optimizer, epoch + 1)
+        save(args.checkpoint, model, optimizer, epoch + 1)
     distributed.barrier()
     distributed.destroy_process_group()
     return accuracy
 
 
-def save(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-    """All ranks hold the same, so one of them saves; a file that is half written is never in the other's place."""
-    if path is not None:
+def build(args: argparse.Namespace, network: nn.Module) -> tuple[nn.Module, Any, int]:
+    """The network as the processes share it, its optimizer, and the epoch to go on with."""
+    saved: dict[str, Any] = {}
+    if args.checkpoint is not None and args.checkpoint.exists():
+        saved = torch.load(args.checkpoint, weights_only=True, map_location="cpu")
+        network.load_state_dict(saved["model"])
+    model = fully_shard(network) if args.fsdp else DistributedDataParallel(network)
+    options = {"shard_state": True} if args.shard else {}
+    optimizer = OPTIMIZERS[args.optimizer](model, **options)
+    if saved:
+        optimizer.load_state_dict(saved["optimizer"])  # each process takes what is its own
+    return model, optimizer, int(saved.get("epoch", 0))
+
+
+def save(path: Path | None, model: nn.Module, optimizer: Any, epoch: int) -> None:
+    """Gather all that the processes hold, and let one of them save it; half a file is never in the other's place."""
+    if path is None:
+        return
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    weights = get_model_state_dict(inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state = optimizer.gather_state()
+    if distributed.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, new)
+        torch.save({"model": weights, "optimizer": state, "epoch": epoch}, new)
         new.replace(path)
-
-
-def load(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The epoch to go on with."""
-    if path is None or not path.exists():
-        return 0
-    saved = torch.load(path, weights_only=True, map_location="cpu")
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    return int(saved["epoch"])
 
 
 if __name__ == "__main__":
@@ -101,4 +110,10 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=100, help="of all processes together")
     parser.add_argument("--checkpoint", type=Path, help="file that is resumed where it is there, and written")
-    train(parser.parse_args())
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--shard", action="store_true", help="divide the optimizer's state; with --optimizer kbfgs")
+    forms.add_argument("--fsdp", action="store_true", help="divide the parameters too; with --optimizer kbfgs")
+    args = parser.parse_args()
+    if (args.shard or args.fsdp) and args.optimizer == "onepass":
+        parser.error("the one-pass row has no divided state: take --optimizer kbfgs")
+    train(args)

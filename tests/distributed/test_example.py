@@ -42,3 +42,13 @@ def test_it_trains_and_goes_on_with_fewer_processes_after_one_was_killed(tmp_pat
     found = re.findall(r"epoch (\d+)  test accuracy ([\d.]+)%  1 process", output)
     assert int(found[0][0]) > 1 and int(found[-1][0]) == int(done) + 4
     assert float(found[-1][1]) > 90
+
+
+@pytest.mark.timeout(240)
+def test_a_divided_model_goes_on_as_a_whole_one(tmp_path: Path) -> None:
+    file = ["--optimizer", "kbfgs", "--checkpoint", str(tmp_path / "digits.pt")]
+    for ranks, form, epochs in ((2, ["--fsdp"], 1), (1, [], 2)):
+        run = start(ranks, *form, "--epochs", str(epochs), *file)
+        output, _ = run.communicate(timeout=120)
+        assert run.returncode == 0, output
+        assert re.findall(r"epoch (\d+)  test accuracy", output) == [str(epochs)]
