@@ -45,7 +45,6 @@ def cnn() -> nn.Module:
 def train(args: argparse.Namespace) -> float:
     """Train, and return the accuracy on test data."""
     cuda = torch.cuda.is_available()
-    distributed.init_process_group("nccl" if cuda else "gloo")
     rank, size = distributed.get_rank(), distributed.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     data, (x_test, y_test) = digits()
@@ -71,8 +70,6 @@ def train(args: argparse.Namespace) -> float:
         if rank == 0:
             print(f"epoch {epoch + 1}  test accuracy {accuracy:.2%}  {size} process(es)", flush=True)
         save(args.checkpoint, model, optimizer, epoch + 1)
-    distributed.barrier()
-    distributed.destroy_process_group()
     return accuracy
 
 
@@ -116,4 +113,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if (args.shard or args.fsdp) and args.optimizer == "onepass":
         parser.error("the one-pass row has no divided state: take --optimizer kbfgs")
-    train(args)
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    train(args)  # what it makes ends with it, before the group does
+    distributed.barrier()
+    distributed.destroy_process_group()

@@ -61,7 +61,7 @@ def test_on_how_many_it_is_lower_than_adam_with_each_seed(steps: int) -> None:
         adam = found(results, "adam", steps)[problem]
         return all(a < b for a, b in zip(own, adam, strict=True))
 
-    assert f"on {count(steps, lower)}, with each of three seeds, after 200 and after 800 steps" in WORDS
+    assert f"on {count(steps, lower)}. It does so with each of three seeds, after 200 and after 800 steps" in WORDS
 
 
 def test_on_how_many_it_is_near_the_better_of_soap_and_muon() -> None:

@@ -51,4 +51,4 @@ def test_a_divided_model_goes_on_as_a_whole_one(tmp_path: Path) -> None:
         run = start(ranks, *form, "--epochs", str(epochs), *file)
         output, _ = run.communicate(timeout=120)
         assert run.returncode == 0, output
-        assert re.findall(r"epoch (\d+)  test accuracy", output) == [str(epochs)]
+        assert re.findall(r"epoch (\d+)  test accuracy", output) == [str(epochs)], output
