@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfqn_ext._torch import map_leaves, rest, tensors_in
+from kfqn_ext._torch import is_divided, map_leaves, rest, tensors_in
 from kfqn_ext.calling import call
 from kfqn_ext.geometry import fraction_size
 from kfqn_ext.optim.targets import Sampler, loss_of_samples, sampler_for, terms_per_datum
@@ -82,9 +82,10 @@ class Minibatch:
     def __call__(self) -> Tensor:
         """Clear gradients, evaluate the loss, run its backward pass, and return it."""
         rest(self.model)
-        parameters = list(self.model.parameters())  # the forward pass may put gathered ones in the places of these
+        divided = [p for p in self.model.parameters() if is_divided(p)]
         loss = self.loss()
-        for p in parameters:
+        self.model.zero_grad()
+        for p in divided:  # in whose places the forward pass has put gathered ones
             p.grad = None
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
