@@ -45,7 +45,7 @@ def work(rank: int, ranks: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 def test_processes_are_as_one(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each case of :mod:`tests.distributed.cases`, on all ranks, which have a seed of their own for hashes."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
