@@ -1,5 +1,6 @@
 """What a stranger meets first: what things print as, what a type checker makes of them, what commands say."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -86,7 +87,8 @@ def test_a_users_file_passes_mypy_strict(tmp_path: Path) -> None:
     # BackPACK has no types; what is said of its own functions is no concern of a user's.
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-backpack.*]\nignore_missing_imports = True\n")
     command = [sys.executable, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache/user"), "user.py", "wrong.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}  # an editable installation is found by imports alone
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     *errors, _ = done.stdout.splitlines()
     assert len(errors) == 1 and errors[0].startswith("wrong.py:") and "[assert-type]" in errors[0], done.stdout
 
