@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kfqn_ext.extensions import KBFGSQuantities
 from kfqn_ext.optim import KBFGS, Minibatch
+from kfqn_ext.optim import optimizer as optimizer_module
 from tests.optim.family import FAMILY, rows
 
 F64 = torch.float64
@@ -452,6 +453,24 @@ def test_ctrl_c_in_a_pass(name: str, call: int) -> None:
         with pytest.raises(KeyboardInterrupt):
             run.by_closure(interrupt)
     run.by_closure(nothing)
+
+
+@each
+def test_ctrl_c_between_the_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first pass, before anything has moved: its minibatch is not waiting for a step."""
+    run, descend, calls = Run(name), optimizer_module.descend, []
+
+    def interrupted(*given: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        descend(*given)
+
+    monkeypatch.setattr(optimizer_module, "descend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.by_closure(nothing)
+    run.by_closure(nothing)
+    assert len(calls) == 5
 
 
 def test_ctrl_c_leaves_what_a_second_pass_had_put_aside() -> None:
