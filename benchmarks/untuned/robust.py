@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = grids.parser(__doc__, "untuned-robust", grids.UNTUNED)
     choice = list(SETS["choice"])
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=choice, metavar="NAME", help="which ones")
+    parser.add_argument("--part", default="robust", help="of the page")
     args = parser.parse_args(arguments)
     defaults = {name: ENTRIES[name].defaults() for name in args.optimizers}
     cells = [
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "own": {name: {key: own[key] for key in ("lr", "damping")} for name, own in defaults.items()},
     }
     options.write(args.json, results)
-    options.show(args.docs, "untuned robust", render(results))
+    options.show(args.docs, f"untuned {args.part}", render(results))
 
 
 def variants(own: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -4,42 +4,41 @@ import json
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from benchmarks.untuned import autoencoder_report, report, robust, widths
+from benchmarks.untuned.pages import PAGE as ANSWER
+from benchmarks.untuned.pages import PARTS, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/untuned.md").read_text()
-PARTS = {
-    "choice": report.render,
-    "held-out": report.render,
-    "robust": robust.render,
-    "widths": widths.render,
-    "autoencoder": autoencoder_report.render,
-}
-LOGS = {part: ROOT / "results" / f"untuned-{part}.jsonl" for part in PARTS}
+PAGES = {page: (ROOT / page).read_text() for page in {part.page for part in PARTS.values()}}
+LOGS = {part: ROOT / "results" / f"untuned-{part}.jsonl" for part in ("choice", "held-out")}
 
 
-def block(part: str) -> str:
+def block(name: str) -> str:
     """What stands between the marks of a part."""
-    _, begin, rest = PAGE.partition(f"<!-- untuned {part} -->")
-    text, end, _ = rest.partition(f"<!-- end of untuned {part} -->")
+    _, begin, rest = PAGES[PARTS[name].page].partition(f"<!-- untuned {name} -->")
+    text, end, _ = rest.partition(f"<!-- end of untuned {name} -->")
     assert begin and end
     return text.strip()
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_tables_are_those_of_the_logs(part: str) -> None:
-    assert block(part) == PARTS[part](json.loads(LOGS[part].read_text()))
+@pytest.mark.parametrize("name", PARTS)
+def test_tables_are_those_of_the_logs(name: str) -> None:
+    assert block(name) == PARTS[name].render(PARTS[name].lines())
+
+
+def test_every_block_and_figure_is_one_of_these() -> None:
+    marks = [name for text in PAGES.values() for name in re.findall("<!-- untuned (.*) -->", text)]
+    assert sorted(marks) == sorted(PARTS)
+    figures = {path.stem for path in (ROOT / "docs/untuned").glob("*.png")}
+    assert figures == {name for name, part in PARTS.items() if part.draw is not None}
 
 
 # ------------------------------------------------------------------ the answer above the tables
 
-WORDS = " ".join(PAGE.split())
+WORDS = " ".join(PAGES[ANSWER].split())
 SETS = [json.loads(LOGS[part].read_text()) for part in ("choice", "held-out")]
 
 
