@@ -20,6 +20,7 @@ from benchmarks.untuned.choice import CHOICE
 from benchmarks.untuned.data import Source
 from benchmarks.untuned.grids import Cell
 from benchmarks.untuned.grouped import GROUPED
+from benchmarks.untuned.held_out import HELD_OUT
 from benchmarks.untuned.log import Trial
 from benchmarks.untuned.protocol import loss
 from benchmarks.untuned.report import cost, failures, short
@@ -28,7 +29,7 @@ from benchmarks.untuned.variants import Variant, default
 from benchmarks.untuned.working import record
 from workloads.records import Record
 
-PROBLEMS = {**CHOICE, **GROUPED}
+PROBLEMS = {**CHOICE, **HELD_OUT, **GROUPED}
 _QUICK_STEPS = 2
 
 
@@ -79,14 +80,9 @@ STUDIES = {
             "α follows": variants.reduction("lr", 1 / 1.2, 0.25, 4.0),
         }
     ),
-    "normalized": Study(
-        {**_KBFGS, "Γ where blind": variants.fisher_where_blind(), **_ONE_PASS, "KFAC": default("kfac-untuned")},
-        ("vggbn", "resnet", "grouped"),
-    ),
+    "normalized": Study({**_KBFGS, "Γ where blind": variants.fisher_where_blind()}, ("vggbn", "resnet", "grouped")),
     "normalized-long": Study(
-        {**_KBFGS, "Γ where blind": variants.fisher_where_blind(), **_ONE_PASS, "KFAC": default("kfac-untuned")},
-        ("vggbn", "resnet", "grouped"),
-        steps=800,
+        {**_KBFGS, "Γ where blind": variants.fisher_where_blind()}, ("vggbn", "resnet", "grouped"), steps=800
     ),
     "long": Study(
         {
@@ -94,9 +90,14 @@ STUDIES = {
             "ε falls with the rate": variants.falling_damping(1.0),
             "ε = 0.03": default("onepass", damping=0.03),
             "rate × 1/2": default("onepass", lr=0.2),
-            "ρ in place of √ρ": variants.signal_power(1.0),
         },
+        ("lenet", "deepmlp", "regression", "vggbn"),
         steps=800,
+    ),
+    "capped": Study({**_ONE_PASS, "at most 0.1 α ‖W‖": variants.capped(0.1)}),
+    "coordinates": Study(
+        {**_ONE_PASS, **{f"at most {share} α ‖W‖": variants.capped(share) for share in (0.3, 0.1, 0.03)}},
+        ("coordinates",),
     ),
 }
 

@@ -88,6 +88,38 @@ class EachGroup(Spectral):
         return scales
 
 
+@dataclass(frozen=True)
+class Capped(SignalToNoise):
+    """No step is longer than a share of α ‖W‖_F, with a root mean square of W's entries of 10⁻³ at least."""
+
+    share: float = 0.1
+
+    def scales(self, steps: Sequence[Step], gate: Gate) -> Tensor | None:  # noqa: D102
+        scales = super().scales(steps, gate)
+        assert scales is not None
+        P = torch.stack([step.direction.norm() for step in steps]).clamp(min=torch.finfo(scales.dtype).tiny)
+        most = [
+            self.share
+            * torch.maximum(step.state["size_of_W"], step.state["size_of_W"].new_tensor(1e-3))
+            * math.sqrt(step.direction.numel())
+            for step in steps
+        ]
+        return torch.minimum(scales, torch.stack(most).to(scales) / P)
+
+
+def capped(share: float) -> Variant:
+    """Each layer's state has the root mean square of its weight before the step."""
+
+    def step(optimizers: Optimizers, batch: Minibatch) -> Tensor:
+        (optimizer,) = optimizers
+        for p in batch.model.parameters():
+            if p.ndim > 1 and "num_locations" in optimizer.state[p]:
+                optimizer.state[p]["size_of_W"] = p.detach().square().mean().sqrt()
+        return loop(optimizers, batch)
+
+    return _one_pass(step, length=Capped(share=share))
+
+
 def exponent(power: float, least: float = 1.0) -> Variant:
     return _one_pass(length=SignalToNoise(Shaped(power, least)))
 

@@ -52,6 +52,12 @@ def test_an_own_damping_that_is_none_of_the_four_is_a_fifth() -> None:
     assert len(grid) == 15 and late["setting"] == {"lr": 0.3, "damping": 30.0, "stats_update_freq": 20}
 
 
+def test_ends_alone_are_four_beside_the_own_values() -> None:
+    *grid, late = robust.variants(OWN, ends=True)
+    settings = sorted((v["setting"]["lr"], v["setting"]["damping"]) for v in grid)
+    assert settings == [(0.1, 0.03), (0.1, 1.0), (0.3, 0.3), (0.9, 0.03), (0.9, 1.0)] and late["late"]
+
+
 @pytest.mark.parametrize("name", grids.UNTUNED)
 def test_what_is_changed_arrives(name: str) -> None:
     own = ENTRIES[name].defaults()

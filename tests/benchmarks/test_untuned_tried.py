@@ -94,9 +94,20 @@ def test_networks_have_groups(name: str) -> None:
 
 
 def test_a_row_s_name_stands_for_one_thing() -> None:
-    defaults = {"one pass", "K-BFGS", "KFAC"}  # the log has them once, for all studies
-    others = [(name, study.steps) for study in STUDIES.values() for name in study.rows if name not in defaults]
-    assert len({*others}) == len(others)
+    """The log goes by it."""
+    names = [row for study in STUDIES.values() for row in study.rows]
+    assert {name for name in names if names.count(name) > 1} == {"one pass", "K-BFGS", "Γ where blind"}
+
+
+def test_no_step_is_longer_than_a_share_of_the_weight() -> None:
+    steps, gate = steps_of((4, 3), (4, 3)), Gate(torch.tensor(True))
+    for step, size in zip(steps, (1.0, 1e-6), strict=True):
+        step.state["size_of_W"] = torch.tensor(size)
+    scales = variants.Capped(share=0.1).scales(steps, gate)
+    lengths = [float((c * s.direction).norm()) for c, s in zip(scales, steps, strict=True)]
+    assert lengths == pytest.approx([0.1 * 12**0.5, 0.1 * 1e-3 * 12**0.5])
+    free = variants.Capped(share=100.0).scales(steps[:1], gate)
+    assert float(torch.linalg.matrix_norm(free * steps[0].direction, 2)) < 2
 
 
 def test_from_the_command_line_to_the_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
