@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kfqn_ext.geometry import LayerGeometry
 from kfqn_ext.geometry.conv import ConvGeometry
 from kfqn_ext.geometry.linear import LinearGeometry
 from kfqn_ext.optim import Minibatch
@@ -120,3 +121,20 @@ def test_limited_memory_forms_no_A(name: str, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2):
         optimizer.step(Minibatch(model, F.cross_entropy, x, torch.arange(8) % 3))
     assert optimizer.state[model[3].weight]["pairs_seen_A"][0] > 0
+
+
+def test_a_layer_s_entries_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its momentum and of its direction, in a step that is not due."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 3))
+    optimizer = FAMILY["KBFGS"].make(model, lr=0.05, damping=0.5, T=20)
+    batch = Minibatch(model, F.cross_entropy, torch.randn(6, 2, 5, 5), torch.arange(6) % 3)
+    optimizer.step(batch)
+    plain, calls = LayerGeometry.columns, []
+
+    def columns(self: LayerGeometry, *args: Any) -> Any:
+        calls.append(self)
+        return plain(self, *args)
+
+    monkeypatch.setattr(LayerGeometry, "columns", columns)
+    optimizer.step(batch)
+    assert len(calls) == 2 * 2
