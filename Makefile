@@ -7,10 +7,10 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.14.1 torchvision==0.29.1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check fmt docs bench gpu-check clean
+.PHONY: help demo test test-slow check fmt docs docs-links bench gpu-check clean
 
 help:  ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Redone when pyproject.toml changes. An existing environment is kept: torch with CUDA takes several GB.
 $(STAMP): pyproject.toml
@@ -38,9 +38,13 @@ fmt: $(STAMP)  ## format the code and apply safe lint fixes
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-docs: $(STAMP)  ## build the API reference in docs/_build
-	$(PY) -m pip install --quiet -e ".[docs]"
-	$(PY) -m pdoc --docformat google --math --output-directory docs/_build kfqn_ext
+# Together with [tests], which has a library that the site's parser needs in an older version than it would take.
+docs: $(STAMP)  ## build the site in docs/_build/html: pages, API reference, gallery; a warning is an error
+	$(PY) -c "import sphinx_gallery, myst_parser, furo" || $(PY) -m pip install --quiet -e ".[docs,tests]"
+	OMP_NUM_THREADS=1 $(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+docs-links: $(STAMP)  ## renew docs/inventories, for links to torch, BackPACK and Python
+	$(PY) docs/inventories/make.py
 
 bench: $(STAMP)  ## compare with other optimizers: time, memory, state; numbers and figure in runs/
 	$(PY) -m pip install --quiet -e ".[bench]"
@@ -50,5 +54,5 @@ gpu-check: $(STAMP)  ## all about a GPU in eight minutes, tests included; says s
 	$(PY) -m benchmarks.gpu
 
 clean:  ## remove caches and build products; keeps .venv
-	rm -rf build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist docs/_build docs/auto_gallery docs/sg_execution_times.rst *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

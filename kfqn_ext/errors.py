@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+__all__ = ["MissingQuantitiesError", "UnsupportedLayerError"]
+
 
 class UnsupportedLayerError(NotImplementedError):
     """A layer cannot be measured as ``h_t = W a_t``; the message says which, why and what to do instead."""

@@ -138,7 +138,7 @@ def exact_output_hessians(
         memory_budget: Bytes that the result may take.
 
     Returns:
-        [N, T, T, *B, d_out, d_out]: entry (n, t, t') is G_{t,t'}(n).
+        [N, T, T, *B, d_out, d_out]; entry (n, t, t') is G_{t,t'}(n).
 
     Raises:
         ValueError: As :func:`exact_block`; and if a datum's loss depends on other data.

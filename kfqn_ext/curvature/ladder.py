@@ -80,7 +80,7 @@ def curvature_ladder(
         progress: Whether to show progress bars.
 
     Returns:
-        The report: ``print`` it, ``to_dataframe()``, ``plot(path)``.
+        The report; ``print`` it, ``to_dataframe()``, ``plot(path)``.
 
     Raises:
         ValueError: As :func:`exact_block`; for a damping below 0; if a layer that is named takes no part; and if none

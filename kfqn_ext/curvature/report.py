@@ -154,7 +154,12 @@ class CurvatureReport(Sequence[LayerReport]):
     """
 
     def __init__(self, layers: list[LayerReport], notes: Sequence[str] = ()) -> None:
-        """Hold the layers' reports, and notes on the layers that are left out."""
+        """Hold the reports of some layers.
+
+        Args:
+            layers: Their reports.
+            notes: On the layers that are left out.
+        """
         self.layers, self.notes = layers, list(notes)
 
     def __len__(self) -> int:

@@ -28,7 +28,14 @@ class CurvatureTracker:
     def __init__(
         self, optimizer: HoldsInverses, steps: int | Container[int], name: str, ladder: dict[str, Any]
     ) -> None:
-        """Hold the arguments of the comparison."""
+        """Hold the arguments of the comparison.
+
+        Args:
+            optimizer: An optimizer with ``inverses(weight)``.
+            steps: Measure every so many calls, or at the calls with these numbers (from 1).
+            name: Name of the optimizer in the reports.
+            ladder: Arguments of :func:`curvature_ladder`.
+        """
         self.reports: list[tuple[int, CurvatureReport]] = []
         self.step = 0
         self._optimizer, self._steps, self._name, self._ladder = optimizer, steps, name, ladder
@@ -123,7 +130,7 @@ def track_curvature(
         progress: Whether to show progress bars in a measurement.
 
     Returns:
-        The tracker: call it after each step.
+        The tracker; call it after each step.
 
     Raises:
         ValueError: If ``steps`` is neither an integer of at least 1 nor a collection of them; and, before a step of

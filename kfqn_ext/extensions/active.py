@@ -76,7 +76,11 @@ class Active:
 
 
 def has_backpacks_hooks(module: nn.Module) -> bool:
-    """Whether ``backpack.extend`` was called on a module, whose own hooks then run the extensions."""
+    """Whether ``backpack.extend`` was called on a module, whose own hooks then run the extensions.
+
+    Args:
+        module: The module; those within it don't count.
+    """
     return bool(module.__dict__.get(BACKPACKS, False))
 
 
@@ -119,7 +123,14 @@ def measuring(extensions: Iterable[Any], alone: bool = False) -> Iterator[None]:
 
 @contextmanager
 def read_inputs(reader: Reader) -> Iterator[None]:
-    """Show a function every call of an extended layer in the body, measured or not."""
+    """Show a function every call of an extended layer in the body, measured or not.
+
+    Args:
+        reader: f(module, input), called in the forward pass; the input is None where a transformation hides it.
+
+    Yields:
+        Nothing.
+    """
     now = active()
     with _holding(replace(now, readers=(*now.readers, reader))):
         yield

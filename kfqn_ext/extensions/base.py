@@ -57,8 +57,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     follows_grad = False
     """Whether results belong to ``weight.grad``, and are forgotten where that was set to None since."""
     in_part: ClassVar[bool] = False
-    """Whether what it measures is compared between two passes, or is cheap to take from a part: it is measured on the
-    part of a minibatch that both passes run."""
+    """Whether what it measures is compared between two passes, or is cheap to take from a part. It is then measured on
+    the part of a minibatch that both passes run."""
 
     def __init__(
         self,

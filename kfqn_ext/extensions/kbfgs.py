@@ -86,6 +86,10 @@ def with_outputs(module: nn.Module, moments: InputMoments) -> InputMoments:
     """h̄ = W ā from a mean patch that has changed, as it was pooled; W as it is now.
 
     Where W is divided, with the rows that this process holds: the sum over processes is h̄.
+
+    Args:
+        module: The layer.
+        moments: Its result; one without h̄ is returned as it is.
     """
     if not isinstance(moments, LayerMoments):
         return moments

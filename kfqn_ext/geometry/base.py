@@ -36,7 +36,7 @@ class LayerGeometry(ABC):
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The batch shape *B: () or (G,)."""
+        """The batch shape *B, which is () or (G,)."""
         return (self.groups,) if self.groups > 1 else ()
 
     @property
@@ -46,7 +46,7 @@ class LayerGeometry(ABC):
 
     @property
     def inner(self) -> int:
-        """Length of a patch without the homogeneous 1: how many columns of W are the weight's."""
+        """Length of a patch without the homogeneous 1, which is how many columns of W are the weight's."""
         return self.d_in - self.has_bias
 
     # ------------------------------------------------------------------ what a kind of layer must say
@@ -193,7 +193,11 @@ def _kind(module: nn.Module) -> type[nn.Module] | None:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module is of a registered kind; it may still be refused, see :func:`refusal`."""
+    """Whether a module is of a registered kind; it may still be refused, see :func:`refusal`.
+
+    Args:
+        module: A layer, or any other module.
+    """
     return _kind(module) is not None
 
 
@@ -202,6 +206,9 @@ def refusal(module: nn.Module) -> str | None:
 
     Nothing is read from ``module.weight`` before it is known to be a plain parameter: reading a parametrized
     weight runs its parametrization.
+
+    Args:
+        module: A layer, or any other module.
     """
     kind = _kind(module)
     if kind is None:
@@ -225,7 +232,11 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def geometry_of(module: nn.Module) -> LayerGeometry | None:
-    """Describe a module as a layer ``h_t = W a_t``; None where it isn't one (:func:`refusal` says why)."""
+    """Describe a module as a layer ``h_t = W a_t``; None where it isn't one (:func:`refusal` says why).
+
+    Args:
+        module: A layer, or any other module.
+    """
     kind = _kind(module)
     if kind is None or refusal(module) is not None:
         return None

@@ -103,7 +103,14 @@ class LayerPass:
 
 
 def refuse_nested(module: nn.Module) -> None:
-    """Raise an UnsupportedLayerError for a layer that is to be measured on a nested tensor."""
+    """Refuse to measure a layer on a nested tensor.
+
+    Args:
+        module: The layer.
+
+    Raises:
+        UnsupportedLayerError: Always.
+    """
     raise UnsupportedLayerError(
         f"The input of {module} is a nested tensor, whose data differ in their number of locations: it can't be "
         "measured. Give the layer a padded one, layer(x.to_padded_tensor(0.0)), or leave its parameters to a "
@@ -112,18 +119,35 @@ def refuse_nested(module: nn.Module) -> None:
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The input that a layer was called with: its first argument, by position or by whatever name."""
+    """The input that a layer was called with: its first argument, by position or by whatever name.
+
+    Args:
+        args: The arguments by position.
+        kwargs: The arguments by name.
+    """
     x: Tensor = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
     return x
 
 
 def fraction_size(total: int, fraction: float) -> int:
-    """How many data a fraction of a batch has, rounded up."""
+    """How many data a fraction of a batch has, rounded up.
+
+    Args:
+        total: How many data the batch has.
+        fraction: In (0, 1].
+    """
     return math.ceil(round(total * fraction, 9))  # 100 · 0.07 is 7.000000000000001
 
 
 def checked_subsampling(subsampling: Subsampling) -> list[int] | float | None:
-    """A subsampling in the forms that :meth:`LayerPass.of` takes; ValueError where it is neither of them."""
+    """A subsampling in one of the forms that :meth:`LayerPass.of` takes.
+
+    Args:
+        subsampling: Indices of data, a fraction of a batch, or None for all of it.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
     if subsampling is None or (isinstance(subsampling, float) and 0.0 < subsampling <= 1.0):
         return subsampling
     if isinstance(subsampling, Sequence) and subsampling and all(type(i) is int for i in subsampling):

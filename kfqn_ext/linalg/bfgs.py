@@ -34,7 +34,7 @@ def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tenso
 
     Args:
         inverses: L symmetric positive definite matrices H, [*B, d_i, d_i]. Overwritten.
-        s: Steps, [L, *B, d], padded: :func:`kfqn_ext.linalg.padded.stack`.
+        s: Steps, [L, *B, d], padded: ``kfqn_ext.linalg.padded.stack``.
         y: Changes of the gradients along them, [L, *B, d], padded.
 
     Returns:

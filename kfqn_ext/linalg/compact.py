@@ -96,6 +96,15 @@ def compact_product(pairs: Tensor, K: Tensor, gamma: Tensor | float, M: Tensor) 
 
 
 def compact_matrix(pairs: Tensor, K: Tensor, gamma: Tensor | float) -> Tensor:
-    """Form H = γI + [S; Y]ᵀ K [S; Y] densely, [*B, d, d]: for inspection, not for optimization."""
+    """Form H = γI + [S; Y]ᵀ K [S; Y] densely: for inspection, not for optimization.
+
+    Args:
+        pairs: [S; Y], [*B, 2p, d].
+        K: The middle matrix, [*B, 2p, 2p].
+        gamma: Scale of H₀, a number or [*B].
+
+    Returns:
+        H, [*B, d, d].
+    """
     eye = torch.eye(pairs.shape[-1], dtype=pairs.dtype, device=pairs.device)
     return compact_product(pairs, K, gamma, eye.expand(*pairs.shape[:-2], -1, -1))

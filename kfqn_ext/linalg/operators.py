@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+__all__ = ["Inverses", "SymmetricOperator"]
+
 
 @dataclass(frozen=True, repr=False)
 class SymmetricOperator:

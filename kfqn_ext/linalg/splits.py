@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+__all__ = ["Balance", "Given", "Split", "equal", "needs_traces", "relative", "spatial", "trace"]
+
 
 @dataclass(frozen=True)
 class Balance:
@@ -46,7 +48,14 @@ _S = TypeVar("_S", bound=Callable[..., Any])
 
 
 def needs_traces(split: _S) -> _S:
-    """Declare that a split reads ``balance.traces``; ``functools.wraps`` hands it on to a wrapper."""
+    """Declare that a split reads ``balance.traces``; ``functools.wraps`` hands it on to a wrapper.
+
+    Args:
+        split: The split.
+
+    Returns:
+        The same split.
+    """
     split.needs_traces = True  # type: ignore[attr-defined]
     return split
 
@@ -60,13 +69,28 @@ def spatial(damping: float, balance: Balance) -> tuple[float | Tensor, float | T
     """λ_A = √|T| √λ and λ_G = √λ / √|T|, ``algo_8``: as if both factors were sums over √|T| locations.
 
     The reasons are in ``sec_12`` and ``sec_18``.
+
+    Args:
+        damping: λ.
+        balance: What is known of the sizes of the layer's two factors.
+
+    Returns:
+        (λ_A, λ_G).
     """
     T = balance.num_locations
     return (damping * T) ** 0.5, (damping / T) ** 0.5
 
 
 def equal(damping: float, balance: Balance) -> tuple[float | Tensor, float | Tensor]:
-    """λ_A = λ_G = √λ, as K-BFGS-20 splits it; π = 1 for KFAC."""
+    """λ_A = λ_G = √λ, as K-BFGS-20 splits it; π = 1 for KFAC.
+
+    Args:
+        damping: λ.
+        balance: Is not read.
+
+    Returns:
+        (λ_A, λ_G).
+    """
     return damping**0.5, damping**0.5
 
 
@@ -75,6 +99,13 @@ def trace(damping: float, balance: Balance) -> tuple[float | Tensor, float | Ten
     """λ_A = π √λ and λ_G = √λ / π with π² = (tr(A) / d_in) / (tr(Γ) / d_out), ``line_11`` of ``algo_1``.
 
     π is held between 10⁻³ and 10³: a factor that is zero says nothing about the other.
+
+    Args:
+        damping: λ.
+        balance: What is known of the sizes of the layer's two factors, the traces among it.
+
+    Returns:
+        (λ_A, λ_G), [*B] each.
     """
     trace_A, trace_G = balance.traces
     tiny = torch.finfo(trace_A.dtype).tiny
@@ -107,6 +138,13 @@ def relative(damping: float, balance: Balance) -> tuple[float | Tensor, float | 
     ε has no unit, and means the same for every layer. It does for every unit of the loss where H_G inverts Γ. An H_G of
     K-BFGS inverts a Hessian, in units of the loss, and Γ of the data's targets has their square: there the loss's unit
     matters a little. λ_A λ_G is no λ of the paper's.
+
+    Args:
+        damping: ε.
+        balance: What is known of the sizes of the layer's two factors, the traces among it.
+
+    Returns:
+        (λ_A, λ_G), [*B] each.
     """
     known_A, known_G = (known_trace(trace) for trace in balance.traces)
     return damping * known_A, damping * known_G
@@ -114,7 +152,12 @@ def relative(damping: float, balance: Balance) -> tuple[float | Tensor, float | 
 
 @dataclass(frozen=True)
 class Given:
-    """λ_A and λ_G as numbers of their own, as in ``algo_7``."""
+    """λ_A and λ_G as numbers of their own, as in ``algo_7``.
+
+    Attributes:
+        damping_A: λ_A.
+        damping_G: λ_G.
+    """
 
     damping_A: float
     damping_G: float

@@ -49,7 +49,16 @@ class KBFGS(KroneckerOptimizer):
         recipe: Recipe | None = None,
         **shared: Unpack[Shared],
     ) -> None:
-        """See :class:`KroneckerOptimizer`; ``recipe`` is for changed cells: ``replace(KBFGS.recipe, split=...)``."""
+        """Build the form that needs no tuning.
+
+        Args:
+            lr: α ≥ 0, how long a step is: see :class:`~kfqn_ext.optim.lengths.Spectral`. A function of the step
+                k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
+            damping: ε > 0, in units of each factor's mean eigenvalue.
+            curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. T grows from 1 to
+                20 in 200 steps.
+            recipe: For changed cells: ``replace(KBFGS.recipe, split=...)``.
+        """
         super().__init__(
             model,
             params,
@@ -73,7 +82,14 @@ class KBFGS(KroneckerOptimizer):
         momentum: float = 0.9,
         **shared: Unpack[Shared],
     ) -> Self:
-        """Build ``algo_8`` as it is printed: steps αP, and λ in units of the loss. Both are to be tuned together."""
+        """Build ``algo_8`` as it is printed: steps αP, and λ in units of the loss. Both are to be tuned together.
+
+        Args:
+            lr: α ≥ 0 of the step αP, or a schedule.
+            damping: λ > 0, in units of the loss's second derivative.
+            curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. T grows from 1 to
+                20 in 400 steps.
+        """
         return cls(
             model,
             params,
@@ -110,7 +126,17 @@ class KBFGSL(KroneckerOptimizer):
         recipe: Recipe | None = None,
         **shared: Unpack[Shared],
     ) -> None:
-        """See :class:`KroneckerOptimizer`; ``history_size`` is p, how many pairs are kept."""
+        """Build the form that needs no tuning.
+
+        Args:
+            lr: α ≥ 0, how long a step is: see :class:`~kfqn_ext.optim.lengths.Spectral`. A function of the step
+                k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
+            damping: ε > 0, in units of each factor's mean eigenvalue.
+            curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. T grows from 1 to
+                20 in 200 steps.
+            history_size: p ≥ 1: how many pairs are kept.
+            recipe: For changed cells: ``replace(KBFGSL.recipe, split=...)``.
+        """
         recipe = self.recipe if recipe is None else recipe
         super().__init__(
             model,
@@ -138,7 +164,15 @@ class KBFGSL(KroneckerOptimizer):
         history_size: int = 100,
         **shared: Unpack[Shared],
     ) -> Self:
-        """Build ``algo_8`` as it is printed; see :meth:`KBFGS.as_printed`."""
+        """Build ``algo_8`` as it is printed; see :meth:`KBFGS.as_printed`.
+
+        Args:
+            lr: α ≥ 0 of the step αP, or a schedule.
+            damping: λ > 0, in units of the loss's second derivative.
+            curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. T grows from 1 to
+                20 in 400 steps.
+            history_size: p ≥ 1: how many pairs are kept.
+        """
         return cls(
             model,
             params,

@@ -40,7 +40,12 @@ class KBFGS20(KroneckerOptimizer):
         momentum: float = 0.9,
         **shared: Unpack[Shared],
     ) -> None:
-        """See :class:`KroneckerOptimizer`."""
+        """Build the method of 2020.
+
+        Args:
+            lr: α ≥ 0 of the step αP, or a schedule.
+            damping: λ > 0; both factors get √λ.
+        """
         super().__init__(
             model,
             params,
@@ -72,7 +77,13 @@ class KBFGSL20(KroneckerOptimizer):
         history_size: int = 100,
         **shared: Unpack[Shared],
     ) -> None:
-        """See :class:`KroneckerOptimizer`; ``history_size`` is p, how many pairs are kept."""
+        """Build the method of 2020.
+
+        Args:
+            lr: α ≥ 0 of the step αP, or a schedule.
+            damping: λ > 0; both factors get √λ.
+            history_size: p ≥ 1: how many pairs are kept.
+        """
         rule = SecantLBFGS(history_size=history_size, pair_damping=double_damping_2020, initial=identity)
         super().__init__(
             model,

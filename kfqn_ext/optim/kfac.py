@@ -20,9 +20,9 @@ from kfqn_ext.optim.recipe import Recipe, SecondPass, untuned
 class KFAC(KroneckerOptimizer):
     """KFAC with Fisher factors from sampled targets, moving averages and exact inverses.
 
-    Three forms. The default, :attr:`recipe`, needs no tuning: the lengths of steps are set, and the damping is relative
-    (:func:`untuned <kfqn_ext.optim.recipe.untuned>`). :attr:`recipe_stable` has the paper's steps, but a minibatch
-    enters Ω and Γ before the step that it causes, and π = 1. :attr:`recipe_as_printed` is ``algo_1`` to the letter: the
+    Three forms. The default, ``recipe``, needs no tuning: the lengths of steps are set, and the damping is relative
+    (:func:`untuned <kfqn_ext.optim.recipe.untuned>`). ``recipe_stable`` has the paper's steps, but a minibatch
+    enters Ω and Γ before the step that it causes, and π = 1. ``recipe_as_printed`` is ``algo_1`` to the letter: the
     step first, and π from the traces. ``step`` takes a :class:`Minibatch`, which can sample targets.
 
     Example:
@@ -54,18 +54,17 @@ class KFAC(KroneckerOptimizer):
         recipe: Recipe | None = None,
         **shared: Unpack[Shared],
     ) -> None:
-        """See :class:`KroneckerOptimizer`.
+        """Build the form that needs no tuning.
 
         Args:
-            model: See there, as for what is not listed here.
-            params: See there.
-            lr: See there.
-            damping: See there.
-            stats_update_freq: T₁: a minibatch enters Ω and Γ when k is a multiple of T₁.
-            inverse_update_freq: T₂: the inverses are recomputed when k is a multiple of T₂.
-            momentum: See there.
-            recipe: :attr:`recipe_stable`, or changed cells: ``replace(KFAC.recipe_stable, split=splits.trace)``.
-            **shared: See there; with a ``second_pass_fraction``, Ω and Γ are of this fraction of the minibatch.
+            lr: α ≥ 0, how long a step is: see :class:`~kfqn_ext.optim.lengths.Spectral`. A function of the step
+                k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
+            damping: ε > 0, in units of each factor's mean eigenvalue.
+            stats_update_freq: T₁ ≥ 1: a minibatch enters Ω and Γ when k is a multiple of T₁. T₁ grows from 1 to 20 in
+                200 steps.
+            inverse_update_freq: T₂ ≥ 1: the inverses are recomputed when k is a multiple of T₂. T₂ grows as T₁.
+            recipe: ``recipe_stable``, or changed cells: ``replace(KFAC.recipe_stable, split=splits.trace)``.
+            second_pass_fraction: In (0, 1]: Ω and Γ are of this fraction of the minibatch, its first data.
         """
         super().__init__(
             model,
@@ -95,6 +94,12 @@ class KFAC(KroneckerOptimizer):
         """Build ``algo_1`` as it is printed. It diverges at the paper's own best values on the MNIST autoencoder.
 
         ``algo_1`` is about layers alone; other parameters take the momentum direction at α.
+
+        Args:
+            lr: α ≥ 0 of the step αP, or a schedule.
+            damping: λ > 0, in units of the loss's second derivative.
+            stats_update_freq: T₁ ≥ 1: a minibatch enters Ω and Γ when k is a multiple of T₁.
+            inverse_update_freq: T₂ ≥ 1: the inverses are recomputed when k is a multiple of T₂.
         """
         return cls(
             model,

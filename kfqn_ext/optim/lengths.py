@@ -16,6 +16,8 @@ from kfqn_ext.linalg.power_iteration import spectral_norms_, start_vector
 from kfqn_ext.optim.gate import Gate
 from kfqn_ext.optim.inverses.base import State
 
+__all__ = ["Computed", "MatchRMSAdamW", "SignalToNoise", "Spectral", "Step", "StepLength"]
+
 # Of a power iteration at the first step, which has no vector of the step before.
 _FIRST_ITERATIONS = 8
 

@@ -48,7 +48,16 @@ class OnePassKBFGS(KroneckerOptimizer):
         recipe: Recipe | None = None,
         **shared: Unpack[Shared],
     ) -> None:
-        """See :class:`KroneckerOptimizer`; ``recipe`` is for changed cells: ``replace(OnePassKBFGS.recipe, ...)``."""
+        """Build it; nothing has to be tuned.
+
+        Args:
+            lr: α ≥ 0, how long a step is: see :class:`~kfqn_ext.optim.lengths.Spectral`. A function of the step
+                k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
+            damping: ε > 0, in units of each factor's mean eigenvalue.
+            curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. T grows from 1 to
+                20 in 200 steps.
+            recipe: For changed cells: ``replace(OnePassKBFGS.recipe, ...)``.
+        """
         super().__init__(
             model,
             params,

@@ -39,6 +39,7 @@ from kfqn_ext.optim.preconditioner.preconditioner import Preconditioner
 from kfqn_ext.optim.recipe import Recipe, SecondPass
 
 Closure = Callable[[], Tensor]
+"""Clears gradients, runs a forward and a backward pass over one minibatch, and returns the loss."""
 _NEVER_RAN = "A second pass was due and never ran: curvature was not updated. See second_pass_due."
 # What a closure raises that looks at gradients, which a second pass does without as long as it can.
 _NO_GRADIENT = (AttributeError, TypeError, AssertionError, ValueError, RuntimeError)

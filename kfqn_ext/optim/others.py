@@ -12,6 +12,8 @@ from kfqn_ext.optim.gate import Gate, Rate
 from kfqn_ext.optim.inverses.base import State
 from kfqn_ext.optim.numbers import as_real
 
+__all__ = ["AdamW", "Momentum", "Other", "Others", "over_damping", "plain"]
+
 
 @dataclass(frozen=True)
 class Other:
@@ -66,12 +68,22 @@ class Others:
 
 
 def over_damping(lr: Rate, damping: float) -> Rate:
-    """α / λ, ``sec_18``: the step of K-BFGS where the curvature is small beside the damping."""
+    """α / λ, ``sec_18``: the step of K-BFGS where the curvature is small beside the damping.
+
+    Args:
+        lr: α.
+        damping: λ.
+    """
     return lr / damping
 
 
 def plain(lr: Rate, damping: float) -> Rate:
-    """α, as KFAC steps its BatchNorm parameters, ``sec_10``."""
+    """α, as KFAC steps its BatchNorm parameters, ``sec_10``.
+
+    Args:
+        lr: α.
+        damping: Is not read.
+    """
     return lr
 
 

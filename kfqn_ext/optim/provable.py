@@ -34,11 +34,11 @@ class ProvableKBFGSL(KroneckerOptimizer):
         curvature_update_freq: int | Schedule = 1,
         reduction: str = "mean",
     ) -> None:
-        """See :class:`KroneckerOptimizer`.
+        """Build it, with the damping of each factor.
 
         Args:
-            model: See there, as for what is not listed here.
-            params: See there.
+            model: The model; :func:`kfqn_ext.extend` is called on it.
+            params: Parameters or groups of them, as for any ``torch.optim`` optimizer; all of the model's if None.
             lr: α_k; :func:`theorem_step_sizes` has the theorem's.
             damping_A: λ_A > 0, of every layer.
             damping_G: λ_G > 0, of every layer.
@@ -46,7 +46,7 @@ class ProvableKBFGSL(KroneckerOptimizer):
             decay: 0 < β < 1 of the moving averages of pairs.
             history_size: p, how many pairs are kept.
             curvature_update_freq: T; the proofs hold for every T.
-            reduction: See there.
+            reduction: "mean" or "sum": what the loss does over the data of a batch.
         """
         damping_A, damping_G, mu1, decay = (number(value) for value in (damping_A, damping_G, mu1, decay))
         for name, value in (("damping_A", damping_A), ("damping_G", damping_G)):

@@ -10,6 +10,8 @@ from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.lengths import Computed, SignalToNoise, Spectral, StepLength
 from kfqn_ext.optim.others import AdamW, Momentum, Others
 
+__all__ = ["Recipe", "SecondPass", "untuned"]
+
 
 class SecondPass(Enum):
     """When a second pass over a minibatch runs, and on which targets."""
@@ -103,5 +105,11 @@ def untuned(recipe: Recipe) -> Recipe:
 
     The damping counts in units of each factor's mean eigenvalue, the length of a layer's step is set, and parameters
     without a block move as with AdamW.
+
+    Args:
+        recipe: A recipe whose inverses and second pass are to stay.
+
+    Returns:
+        The changed recipe.
     """
     return replace(recipe, split=splits.relative, length=SignalToNoise(Spectral()), others=AdamW())

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+__all__ = ["Sampler", "bernoulli", "categorical", "gaussian"]
+
 Sampler = Callable[[Tensor, Tensor, Generator], Tensor]
 """(model output, the data's targets, generator) ↦ sampled targets."""
 
@@ -37,12 +39,30 @@ def categorical(output: Tensor, y: Tensor, generator: Generator, ignore_index: i
 
 
 def bernoulli(output: Tensor, y: Tensor, generator: Generator) -> Tensor:
-    """Sample zeros and ones from the sigmoid of logits, shaped like the output."""
+    """Sample zeros and ones from the sigmoid of logits, shaped like the output.
+
+    Args:
+        output: Logits.
+        y: The data's targets, for their dtype.
+        generator: Source of randomness on the output's device.
+
+    Returns:
+        Zeros and ones in the targets' dtype, shaped like the output.
+    """
     return torch.bernoulli(output.detach().sigmoid().nan_to_num(nan=0.5), generator=generator).to(y.dtype)
 
 
 def gaussian(output: Tensor, y: Tensor, generator: Generator) -> Tensor:
-    """Sample around the output with variance ½, for which the squared error is the negative log-likelihood."""
+    """Sample around the output with variance ½, for which the squared error is the negative log-likelihood.
+
+    Args:
+        output: The model's output.
+        y: Is not read.
+        generator: Source of randomness on the output's device.
+
+    Returns:
+        Targets, shaped like the output.
+    """
     noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
     sampled: Tensor = output.detach() + noise * 0.5**0.5
     return sampled

@@ -8,6 +8,8 @@ import torch
 from torch.distributed import ProcessGroup
 from typing_extensions import TypedDict
 
+from kfqn_ext.optim.groups.sentences import complete_args
+
 _C = TypeVar("_C", bound=type)
 
 # T of K-BFGS, and T₁ of KFAC, each under the name that its constructor has for it.
@@ -52,30 +54,27 @@ def complete(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shows_all_keywords(cls: _C) -> _C:
-    """Give a class whose constructors take ``**shared`` signatures with every shared keyword written out."""
-    signature = _with_shared(inspect.signature(cls.__init__))  # type: ignore[misc]
-    _, *own = signature.parameters.values()  # without self
-    cls.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    """Write out what constructors share: every keyword in their signatures, and a sentence for each in docstrings."""
+    constructors: list[Any] = [vars(c).get("__init__") for c in cls.__mro__]
+    family = [init for init in constructors if hasattr(init, "__signature__")]  # those that went through here
+    docstring = (family or constructors)[0].__doc__ or ""
     other = vars(cls).get("as_printed")
-    if isinstance(other, classmethod) and _takes_shared(inspect.signature(other.__func__)):
-        other.__func__.__signature__ = _with_shared(inspect.signature(other.__func__))  # type: ignore[attr-defined]
+    for make in (constructors[0], getattr(other, "__func__", None)):
+        if make is not None and "shared" in inspect.signature(make).parameters:
+            _write_out(make, docstring)
     return cls
 
 
-def _takes_shared(signature: inspect.Signature) -> bool:
-    return any(p.annotation is not p.empty and "Shared" in str(p.annotation) for p in signature.parameters.values())
-
-
-def _with_shared(signature: inspect.Signature) -> inspect.Signature:
-    """A signature that ends with ``**shared``, with its keywords in place of that."""
-    *own, _ = signature.parameters.values()
+def _write_out(make: Any, docstring: str) -> None:
+    first, *own, _ = inspect.signature(make).parameters.values()  # without **shared
     shared = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Shared.__annotations__[name]
         )
         for name, default in DEFAULTS.items()
     ]
-    return signature.replace(parameters=[*own, *shared])
+    make.__signature__ = inspect.signature(make).replace(parameters=[first, *own, *shared])
+    make.__doc__ = complete_args(make.__doc__ or "", docstring, [parameter.name for parameter in (*own, *shared)])
 
 
 def update_freq(group: Mapping[str, Any]) -> int:

@@ -11,7 +11,10 @@ from kfqn_ext.optim.groups.hyperparameters import UPDATE_FREQS
 from kfqn_ext.optim.groups.validation import check_group, check_split, settle
 from kfqn_ext.optim.numbers import number
 
+__all__ = ["Schedule", "burn_in", "dense_then", "running_mean"]
+
 Schedule = Callable[[int], Any]
+"""A hyperparameter as a function of the step k = 1, 2, …"""
 SCHEDULABLE = ("lr", "damping", *UPDATE_FREQS, "inverse_update_freq", "weight_decay")
 WRITTEN = "scheduled"  # of a group: values by name as its schedules last wrote them, None where one was overruled
 
@@ -38,7 +41,15 @@ QUICK_BURN_IN = burn_in(growth=10)
 
 
 def dense_then(every: int = 20, until: int = 20) -> Callable[[int], int]:
-    """Update frequency 1 up to step ``until``, then ``every``: the published codes' schedule of KFAC's inverses."""
+    """Update frequency 1 up to some step, then another one: the published codes' schedule of KFAC's inverses.
+
+    Args:
+        every: T in the end.
+        until: The last step with T = 1.
+
+    Returns:
+        The schedule.
+    """
     return lambda k: 1 if k <= until else every
 
 

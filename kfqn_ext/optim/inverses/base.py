@@ -22,6 +22,7 @@ from kfqn_ext.linalg.padded import stack, unstack
 
 Q = TypeVar("Q")
 State = dict[str, Tensor]
+"""What an optimizer keeps of a layer, by name."""
 Kind = type[LayerExtension[Any]]
 Kinds = tuple[Kind, ...]
 
@@ -30,7 +31,11 @@ class Measured:
     """What was measured of one layer in one pass: a quantity for each class of extensions."""
 
     def __init__(self, quantities: Mapping[Kind, Any] | None = None) -> None:
-        """Hold quantities by the extension that gave them."""
+        """Hold quantities.
+
+        Args:
+            quantities: Each by the extension that gave it.
+        """
         self._quantities = dict(quantities or {})
 
     def get(self, kind: type[LayerExtension[Q]]) -> Q | None:
