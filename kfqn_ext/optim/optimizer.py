@@ -162,6 +162,7 @@ class KroneckerOptimizer(Optimizer):
         checks.options(step_cap, fraction, recipe)
         is_shared = options["shard_state"] or ranks.rows is not None
         owners = Owners(recipe, ranks if is_shared else OneProcess(), ranks.rows)
+        makers = owners if is_shared else Owners(recipe, ranks)
         if is_shared and ranks.several:
             checks.can_be_sharded(recipe, type(self).__name__, ranks.rows is not None)
         KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
@@ -185,7 +186,7 @@ class KroneckerOptimizer(Optimizer):
         self._bad_batches = LateWarning("A batch had a gradient, or a loss, that is not finite; it changed nothing.")
         self._bad_second_passes = LateWarning("A second pass was not finite; nothing was learned from it.")
         self._passes = Passes(model, recipe, reduction, fraction, ranks)
-        self._preconditioner = Preconditioner(recipe, self._warn_once, owners)
+        self._preconditioner = Preconditioner(recipe, self._warn_once, owners, makers)
         self._schedules = [take_schedules(group, 0) for group in self.param_groups]
         for group in self.param_groups:
             check_group(group)
@@ -708,7 +709,7 @@ class KroneckerOptimizer(Optimizer):
         plan = make_plan(self._model, group_of, None if self._plan is None else self._plan.names)
         check_split(self.param_groups, plan.split)
         checks.hooks(plan.layers.values(), type(self).__name__)
-        self._preconditioner.owners.assign(plan.layers)
+        self._preconditioner.assign(plan.layers)
         return plan
 
     @property

@@ -102,6 +102,8 @@ class Inverse:
     starts_from: ClassVar[Kinds] = ()
     """Extensions whose quantities ``start`` needs: from the first pass, or from a warm start's; from a second pass on
     sampled targets where ``second`` names one of them too."""
+    recomputed: ClassVar[tuple[str, ...]] = ()
+    """What ``update_inverse`` makes anew in a state. Of several processes one does it then, and sends these."""
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:
         """Make the initial inverse in a layer's state; what was measured may be kept.
