@@ -150,6 +150,11 @@ class OutputInverse(Inverse):
     in_own_units: ClassVar[bool] = False
     """Whether its factor counts in units of its mean eigenvalue, which is then one for a split of the damping."""
 
+    @property
+    def num_directions(self) -> int:
+        """How many directions :meth:`probe` chooses: processes that lack the state for it are to know."""
+        return 0
+
     def probe(self, state: State, v: Tensor, step: int) -> tuple[Tensor, Tensor] | None:
         """Choose directions s, [*B, d_out, k], for which Γ s is wanted from the first pass; None for none.
 

@@ -156,7 +156,7 @@ class Passes:
 
         Args:
             first: What it has shown here.
-            directions: Chooses those in which A is looked at.
+            directions: Chooses those in which A and Γ are looked at.
             normalizers: What was found to normalize a layer's output; None where nobody looked.
 
         Returns:
@@ -176,7 +176,7 @@ class Passes:
         (drew, rows, inexact), rest = said[:3], said[3:]
         replay.drew, self._has_other_rows, replay.is_exact = drew > 0, rows > 0, inexact == 0
         agreed = None if normalizers is None else self._agreed(first, rest)
-        return self.ranks.probed(first, whole, directions), agreed
+        return self.ranks.probed(first, whole, self._weights, directions), agreed
 
     def _said_of(self, first: Results, normalizers: Normalizers) -> list[float]:
         """For each layer: whether it saw data here, whether a normalization was found there, and the number of it."""

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from kfqn_ext.extensions import FisherProducts, InputQuantities
 from kfqn_ext.linalg.power_iteration import start_vector
-from kfqn_ext.optim.groups.plan import Block, Layer
+from kfqn_ext.optim.groups.plan import Block, Layer, working_dtype
 from kfqn_ext.optim.inverses import Measured, Seen, State
 from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.preconditioner import block as blocks
@@ -71,12 +72,43 @@ class Preconditioner:
         """The direction s in which A is looked at, [*B, d_in]; None for none."""
         return self.recipe.input_inverse.probe(state, a_bar)
 
-    def directions_A(self, a_bars: Sequence[tuple[Block, Tensor]]) -> list[Tensor | None]:
-        """The directions of several layers from their ā, each from who owns it; a collective."""
-        chosen = [self._probe_or_template(block, a_bar) for block, a_bar in a_bars]
-        sent = [(block.layer, s) for (block, _), s in zip(a_bars, chosen, strict=True) if s is not None]
+    def directions(
+        self, due: Sequence[Block], first: Results, step: int
+    ) -> dict[nn.Module, tuple[Tensor | None, tuple[Tensor, Tensor] | None]]:
+        """Those of layers that a pass has measured, each from who owns it; a collective.
+
+        Returns:
+            By module the direction s for A, and s for Γ with what is kept with Γ s: see :meth:`probe_A` and
+            :meth:`probe_G`. The latter is None where every process has chosen it in the pass.
+        """
+        blocks = [(block, first[block.layer.module]) for block in due if block.layer.module in first]
+        at_inputs = [self._for_A(block, measured) for block, measured in blocks]
+        at_outputs = [self._for_G(block, measured, step) for block, measured in blocks]
+        sent = [(block.layer, s) for (block, _), s in zip(blocks, at_inputs, strict=True) if s is not None]
+        sent += [(b.layer, pair[0]) for (b, _), pair in zip(blocks, at_outputs, strict=True) if pair is not None]
         arrived = iter(self.owners.spread(sent))
-        return [None if s is None else next(arrived) for s in chosen]
+        As = [None if s is None else next(arrived) for s in at_inputs]
+        Gs = [None if pair is None else (next(arrived), pair[1]) for pair in at_outputs]
+        return {block.layer.module: (A, G) for (block, _), A, G in zip(blocks, As, Gs, strict=True)}
+
+    @property
+    def late_G(self) -> bool:
+        """Whether a process lacks state from which directions for Γ are chosen, so that the pass can't choose them."""
+        return self.owners.several or self.owners.rows is not None
+
+    def _for_A(self, block: Block, measured: Measured) -> Tensor | None:
+        inputs = measured.get(InputQuantities)
+        return None if inputs is None else self._probe_or_template(block, inputs.a_bar)
+
+    def _for_G(self, block: Block, measured: Measured, step: int) -> tuple[Tensor, Tensor] | None:
+        rule, layer = self.recipe_of(block).output_inverse, block.layer
+        if not self.late_G or measured.get(FisherProducts) is None or not blocks.is_started(block):
+            return None
+        if not blocks.is_elsewhere(block.state):
+            return self.probe_G(block.state, step)
+        shape = (*layer.geometry.blocks, layer.geometry.d_out, rule.num_directions)
+        s = to_be_filled(shape, working_dtype(layer.weight), layer.weight.device)
+        return s, s
 
     def _probe_or_template(self, block: Block, a_bar: Tensor) -> Tensor | None:
         if not blocks.is_elsewhere(block.state):

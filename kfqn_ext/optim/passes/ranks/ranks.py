@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfqn_ext.extensions import InputMoments, LayerMoments, with_outputs
-from kfqn_ext.extensions.pooling import Counted, Counts, means_of
+from kfqn_ext.extensions import FisherProduct, InputMoments, LayerMoments, with_outputs
+from kfqn_ext.extensions.pooling import DATA, SQUARES, Counted, Counts, means_of
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim.inverses import Measured
 from kfqn_ext.optim.passes.measurement import Results
@@ -18,10 +18,12 @@ from kfqn_ext.optim.passes.ranks.bucket import Bucket, beside
 from kfqn_ext.optim.passes.ranks.divided import group_of
 from kfqn_ext.optim.passes.ranks.letters import Letters, in_world
 from kfqn_ext.optim.passes.ranks.rows import Rows
-from kfqn_ext.optim.passes.ranks.weights import Table, Weight
+from kfqn_ext.optim.passes.ranks.weights import Share, Table, Weight
 
-Directions = Callable[[Mapping[nn.Module, Tensor]], Mapping[nn.Module, Tensor | None]]
-"""ā of layers by module ↦ s of each, or None for none."""
+Chosen = tuple[Tensor | None, tuple[Tensor, Tensor] | None]
+"""s for A, and s for Γ with what is kept with Γ s; None for none, or for what the pass has looked at itself."""
+Directions = Callable[[Results], Mapping[nn.Module, Chosen]]
+"""What a pass has shown of all ↦ the directions of each layer."""
 
 
 class _Part(NamedTuple):
@@ -97,8 +99,8 @@ class Ranks(Protocol):
             some layer saw other counts than then.
         """
 
-    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:
-        """Look at A in directions that depend on the ā of all; own inputs are let go."""
+    def probed(self, own: Results, whole: Results, table: Table, directions: Directions) -> Results:
+        """Look at A, and Γ, in directions that depend on all, or that others choose; what was kept for it is let go."""
 
     def outputs(self, whole: Results) -> Results:
         """Add h̄ = W ā from the ā of all, where a rank has rows of W alone.
@@ -159,7 +161,7 @@ class OneProcess:
     ) -> tuple[Results, Tensor]:
         return results, torch.tensor([*said, *map(float, flags), 0.0], device="cpu")
 
-    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
+    def probed(self, own: Results, whole: Results, table: Table, directions: Directions) -> Results:  # noqa: D102
         return whole
 
     def outputs(self, whole: Results) -> Results:  # noqa: D102
@@ -276,31 +278,41 @@ class SeveralProcesses:
         found = self._sent(bucket)
         return [{name: found[n] for name, n in names.items()} for names in sent], found[told]
 
-    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
-        chosen = directions({module: of_all.a_bar for module, _, of_all in _inputs(whole)})
+    def probed(self, own: Results, whole: Results, table: Table, directions: Directions) -> Results:  # noqa: D102
+        chosen = directions(whole)
 
-        def look(module: nn.Module, kind: Any, of_all: InputMoments) -> tuple[InputMoments, dict[str, Tensor]]:
-            s = chosen[module]
-            sums = {} if s is None else {"A_s": _product(own[module][kind], s) / of_all.num_data}
-            return replace(of_all, operator=None, s=s), sums
+        def product(part: _Part, s: Tensor, rule: tuple[Weight, Share]) -> Tensor:
+            """A s or Γ s of this rank's data, as a part of that of all."""
+            mine = own[part.module][part.kind]
+            if mine.operator is None or mine.num_data == 0:
+                return torch.zeros_like(s)
+            with full_precision():
+                product: Tensor = mine.operator.times(s)
+            return product * (rule[0](mine, self.size) * rule[1](part.own))
+
+        def look(part: _Part) -> tuple[Any, dict[str, Tensor]]:
+            of_all, (s, at_outputs) = part.own, chosen.get(part.module, (None, None))
+            if isinstance(of_all, InputMoments):
+                return replace(of_all, operator=None, s=s), {} if s is None else {"A_s": product(part, s, table[DATA])}
+            if isinstance(of_all, FisherProduct) and at_outputs is not None:
+                s, kept = at_outputs
+                looked = replace(of_all, operator=None, s=s, kept=kept)
+                return looked, {"Gamma_s": product(part, s, table[SQUARES])}
+            return of_all, {}
 
         return self._with_sums(whole, look)
 
     def outputs(self, whole: Results) -> Results:  # noqa: D102
-        return whole if self.rows is None else self._with_sums(whole, lambda module, kind, of_all: (of_all, {}))
+        return whole if self.rows is None else self._with_sums(whole, lambda part: (part.own, {}))
 
-    def _with_sums(
-        self,
-        whole: Results,
-        look: Callable[[nn.Module, Any, InputMoments], tuple[InputMoments, dict[str, Tensor]]],
-    ) -> Results:
+    def _with_sums(self, whole: Results, look: Callable[[_Part], tuple[Any, dict[str, Tensor]]]) -> Results:
         """Results with h̄ = W ā, and with fields that are sums over ranks of what ``look`` finds on each."""
         bucket, new, sent = Bucket(self._group), {m: dict(measured.items()) for m, measured in whole.items()}, []
-        for module, kind, of_all in _inputs(whole):
-            found, sums = look(module, kind, of_all)
-            new[module][kind] = moments = with_outputs(module, found)
-            if self.rows is not None and isinstance(moments, LayerMoments):
-                sums = {**sums, "h_bar": moments.h_bar}  # of the rows of W that are here
+        for part in _parts(whole):
+            (module, kind, _), (found, sums) = part, look(part)
+            new[module][kind] = found = with_outputs(module, found)
+            if self.rows is not None and isinstance(found, LayerMoments):
+                sums = {**sums, "h_bar": found.h_bar}  # of the rows of W that are here
             sent += [(module, kind, name, bucket.add(value)) for name, value in sums.items()]
         arrived = self._sent(bucket)
         for module, kind, name, n in sent:
@@ -414,19 +426,6 @@ def _weight(weight: Weight, part: Counted, size: int) -> float:
 def _whole_if_whole(number: float) -> float:
     """|T| as an integer where it is one, as one process counts it."""
     return int(number) if number == int(number) else number
-
-
-def _inputs(results: Results) -> list[tuple[nn.Module, Any, InputMoments]]:
-    quantities = [(module, kind, q) for module, measured in results.items() for kind, q in measured.items()]
-    return [found for found in quantities if isinstance(found[-1], InputMoments)]
-
-
-def _product(own: InputMoments, s: Tensor) -> Tensor:
-    """A s of a rank's own data, times their number."""
-    if own.operator is None or own.num_data == 0:
-        return torch.zeros_like(s)
-    with full_precision():
-        return own.operator.times(s) * own.num_data
 
 
 def _check_group(given: distributed.ProcessGroup | None, of_shards: distributed.ProcessGroup) -> None:
