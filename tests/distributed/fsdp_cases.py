@@ -317,6 +317,41 @@ def fsdp_warm_start(ranks: int, row: str) -> None:
     check(pair)
 
 
+@case("KBFGS", "KBFGS, untuned", "KFAC")
+def fsdp_warm_start_from_unequal_loaders(ranks: int, row: str) -> None:
+    """Of three batches here and one there: who has run out goes on, without counting."""
+    pair, sizes = pair_of(row, "mlp", "by layer"), unequal_shares(ranks)
+    x, y = data("mlp", 100, sum(sizes))
+    sampler = second_best if pair.samples else None
+
+    def loader(model: nn.Module, x: Tensor, y: Tensor) -> list[Minibatch]:
+        parts = zip(x.split(5), y.split(5), strict=True)
+        return [Minibatch(model, F.cross_entropy, x_, y_, sampler) for x_, y_ in parts]
+
+    mine = loader(pair.model, share(x, sizes), share(y, sizes))
+    given = [None] * ranks
+    dist.all_gather_object(given, len(mine))
+    assert len(set(given)) > 1
+    pair.optimizer.warm_start(iter(mine), progress=False)  # whose length nobody knows
+    every = [part for x_, y_ in zip(x.split(sizes), y.split(sizes), strict=True) for part in loader(pair.twin, x_, y_)]
+    pair.reference.warm_start(every, progress=False)
+    by_closure(pair, "mlp", equal_shares(ranks), range(5))
+    check(pair)
+
+
+@case()
+def fsdp_warm_start_of_a_rank_without_batches(ranks: int) -> None:
+    pair = pair_of("KBFGS", "mlp")
+    x, _ = data("mlp", 0)
+    with pytest.raises(ValueError, match=f"loaders of 1 of {ranks} processes have no batch.*one batch at least"):
+        pair.optimizer.warm_start([(x,)] * dist.get_rank(), progress=False)
+    with pytest.raises(ValueError, match="the loader has no batch"):
+        pair.optimizer.warm_start([], progress=False)
+    assert not pair.optimizer.state
+    by_closure(pair, "mlp", equal_shares(ranks), range(3))
+    check(pair)
+
+
 @case("KBFGS", "KBFGS, untuned", "OnePassKBFGS")
 def fsdp_batch_that_is_not_finite(ranks: int, row: str) -> None:
     """Of one rank: nobody steps, and all go on."""

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
+from kfqn_ext._torch import rows_of
 from kfqn_ext.extensions import SingleCalls, measuring, read_inputs
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses.base import Kind, Measured
@@ -255,14 +257,29 @@ class Passes:
         forward: Callable[[Any], Any] | None,
         progress: bool,
     ) -> Results:
-        """Measure what makes the initial curvature, over a data set; see :func:`measure_data`."""
-        results = measure_data(self._model, layers, self._recipe, self._loss_reduction, loader, forward, progress)
-        if not self.ranks.several:
-            return results
+        """Measure what makes the initial curvature, over a data set; see :func:`measure_data`.
+
+        Raises:
+            ValueError: If no process has a batch, or ``forward`` is needed and missing.
+        """
+        bar = tqdm(loader, desc="warm start", disable=not progress or self.ranks.rank > 0, leave=False)
+        batches = self.ranks.in_step(bar, like=rows_of(layers[0].weight.detach()))
+        results, count = measure_data(self._model, layers, self._recipe, self._loss_reduction, batches, forward)
+        if self.ranks.several:
+            results, count = self._pool_data(layers, results, count)
+        if count == 0:
+            raise ValueError(
+                "warm_start: the loader has no batch. A list or a DataLoader works; a used-up iterator doesn't."
+            )
+        return results
+
+    def _pool_data(self, layers: Sequence[Layer], results: Results, count: int) -> tuple[Results, int]:
+        """Averages over the data of all ranks, and how many batches they had."""
         kinds = [kind(reduction=self._loss_reduction) for kind in sorted(self._recipe.starts_from, key=str)]
         asked = {layer.module: results.get(layer.module, Measured()) for layer in layers}
         complete = {
             module: Measured({type(k): k.absent(module) if (q := found.get(type(k))) is None else q for k in kinds})
             for module, found in asked.items()
         }
-        return self.ranks.pooled(Results(complete), OF_BATCHES)[0]
+        whole, (of_all,) = self.ranks.pooled(Results(complete), OF_BATCHES, [count])
+        return whole, round(of_all)

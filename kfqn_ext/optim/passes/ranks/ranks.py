@@ -1,6 +1,6 @@
 """The processes that train one model together, with one copy of it and a share of the data each."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -102,6 +102,15 @@ class Ranks(Protocol):
     def probed(self, own: Results, whole: Results, table: Table, directions: Directions) -> Results:
         """Look at A, and Γ, in directions that depend on all, or that others choose; what was kept for it is let go."""
 
+    def in_step(self, loader: Iterable[Any], like: Tensor) -> Iterator[tuple[Any, bool]]:
+        """The batches of a loader, each with whether it counts.
+
+        Where the model is divided a forward pass is a collective: a rank that has run out runs its last batch again.
+
+        Raises:
+            ValueError: On all ranks, if the model is divided, and some of them have no batch at all.
+        """
+
     def outputs(self, whole: Results) -> Results:
         """Add h̄ = W ā from the ā of all, where a rank has rows of W alone.
 
@@ -163,6 +172,9 @@ class OneProcess:
 
     def probed(self, own: Results, whole: Results, table: Table, directions: Directions) -> Results:  # noqa: D102
         return whole
+
+    def in_step(self, loader: Iterable[Any], like: Tensor) -> Iterator[tuple[Any, bool]]:  # noqa: D102
+        return ((batch, True) for batch in loader)
 
     def outputs(self, whole: Results) -> Results:  # noqa: D102
         return whole
@@ -301,6 +313,27 @@ class SeveralProcesses:
             return of_all, {}
 
         return self._with_sums(whole, look)
+
+    def in_step(self, loader: Iterable[Any], like: Tensor) -> Iterator[tuple[Any, bool]]:  # noqa: D102
+        batches = ((batch, True) for batch in loader)
+        return batches if self.rows is None else self._filled_up(batches, like)
+
+    def _filled_up(self, batches: Iterator[tuple[Any, bool]], like: Tensor) -> Iterator[tuple[Any, bool]]:
+        last, none = None, (None, False)
+        while True:
+            batch, counts = next(batches, none)
+            with_more, without_any = self.total(like.new_tensor([counts, not counts and last is None])).tolist()
+            if with_more == 0:
+                return
+            if without_any > 0:
+                raise ValueError(
+                    f"warm_start: the loaders of {without_any:.0f} of {self.size} processes have no batch. The forward "
+                    "pass of a model of fully_shard is run by all together: give each process one batch at least. "
+                    "Their number may differ."
+                )
+            last = (batch,) if counts else last
+            assert last is not None
+            yield last[0], counts
 
     def outputs(self, whole: Results) -> Results:  # noqa: D102
         return whole if self.rows is None else self._with_sums(whole, lambda part: (part.own, {}))
