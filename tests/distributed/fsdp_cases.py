@@ -134,12 +134,12 @@ def rows_of_divided_tensors(ranks: int) -> None:
         assert layer.weight is p
 
 
-@case()
-def fsdp_over_one_process(ranks: int) -> None:
+@case("KBFGS", "OnePassKBFGS")
+def fsdp_over_one_process(ranks: int, row: str) -> None:
     """A mesh of this rank alone: a training of its own."""
     mesh = DeviceMesh.from_group(alone(), "cpu")
     model, twin = fully_shard(mlp(), mesh=mesh), mlp()
-    optimizers = FAMILY["KBFGS"].make(model, lr=0.1), FAMILY["KBFGS"].make(twin, lr=0.1, process_group=alone())
+    optimizers = FAMILY[row].make(model, lr=0.1), FAMILY[row].make(twin, lr=0.1, process_group=alone())
     for k in range(4):
         for one, optimizer in zip((model, twin), optimizers, strict=True):
             optimizer.step(Minibatch(one, F.cross_entropy, *data("mlp", k + dist.get_rank())))
@@ -184,6 +184,7 @@ ROWS_OF_STEPS = {
     "KBFGS, untuned": ("by layer",),
     "KFAC, untuned": ("whole",),
     "KBFGSL": ("by block",),
+    "OnePassKBFGS": tuple(WAYS),
 }
 
 
@@ -193,6 +194,41 @@ def fsdp_steps(ranks: int, which: tuple[str, str, str]) -> None:
     pair = pair_of(row, net, way, T=2)
     by_closure(pair, net, unequal_shares(ranks))
     check(pair)
+
+
+@case(*((dtype, cleared) for dtype in (F64, torch.float32) for cleared in ("optimizer", "model")))
+def fsdp_loop_of_any_optimizer(ranks: int, which: tuple[torch.dtype, str]) -> None:
+    """Micro-batches, of which the last alone sends gradients; a pass whose gradient nobody wants; evaluations.
+
+    In float32 FSDP2 adds gradients up elsewhere, in the dtype in which it reduces them.
+    """
+    dtype, cleared = which
+    policy = MixedPrecisionPolicy(reduce_dtype=F64)
+    model, twin = by_block(mlp().to(dtype), mp_policy=policy), mlp().to(dtype)
+    optimizers = [OnePassKBFGS(model), OnePassKBFGS(twin, process_group=alone())]
+    pair, sizes = Pair(model, optimizers[0], twin, optimizers[1], False), equal_shares(ranks)
+
+    def clear(one: nn.Module, optimizer: Any) -> None:
+        (optimizer if cleared == "optimizer" else one).zero_grad()
+
+    for k in range(STEPS):
+        x, y = data("mlp", k)
+        x = x.to(dtype)
+        for one, optimizer, loss in zip((model, twin), optimizers, (scaled_loss(sizes), F.cross_entropy), strict=True):
+            x_, y_ = (share(x, sizes), share(y, sizes)) if one is model else (x, y)
+            rest(one)
+            clear(one, optimizer)
+            loss(one(x_ + 1), y_).backward()
+            clear(one, optimizer)
+            parts = zip(x_.chunk(2), y_.chunk(2), strict=True) if one is model else [(x_, y_)]
+            for number, (x_part, y_part) in enumerate(parts, 1):
+                if one is model:
+                    model.set_requires_gradient_sync(number == 2)
+                loss(one(x_part), y_part).backward()
+            with torch.no_grad():
+                one(x_)
+            optimizer.step()
+    check(pair, TOLERANCE if dtype == F64 else 1e-4)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -281,7 +317,7 @@ def fsdp_warm_start(ranks: int, row: str) -> None:
     check(pair)
 
 
-@case("KBFGS", "KBFGS, untuned")
+@case("KBFGS", "KBFGS, untuned", "OnePassKBFGS")
 def fsdp_batch_that_is_not_finite(ranks: int, row: str) -> None:
     """Of one rank: nobody steps, and all go on."""
     pair, sizes = pair_of(row, "mlp", "by layer"), equal_shares(ranks)
@@ -290,20 +326,22 @@ def fsdp_batch_that_is_not_finite(ranks: int, row: str) -> None:
     x, y = (share(t, sizes).clone() for t in data("mlp", 3))
     x[0, 0] = float("nan") if dist.get_rank() == 0 else 0.0
     pair.optimizer.step(Minibatch(pair.model, F.cross_entropy, x, y, None))
+    whole_x, whole_y = data("mlp", 3)  # steps are counted, bad ones too
+    pair.reference.step(Minibatch(pair.twin, F.cross_entropy, torch.full_like(whole_x, float("nan")), whole_y))
     for p, old in zip(parameters(pair.optimizer), before, strict=True):
         assert torch.equal(joined(p), old)
     by_closure(pair, "mlp", sizes, range(3, 6))
     check(pair)
 
 
-@case("KBFGS", "KBFGS, untuned")
+@case("KBFGS", "KBFGS, untuned", "OnePassKBFGS")
 def fsdp_rank_without_data(ranks: int, row: str) -> None:
     pair = pair_of(row, "mlp", "by layer")
     by_closure(pair, "mlp", one_without_data(ranks))
     check(pair)
 
 
-@case("KBFGS", "KBFGS, untuned")
+@case("KBFGS", "KBFGS, untuned", "OnePassKBFGS")
 def fsdp_layer_that_wakes_up(ranks: int, row: str) -> None:
     pair, sizes = pair_of(row, "branches"), equal_shares(ranks)
     by_closure(pair, "branches", sizes, range(4))
@@ -551,7 +589,6 @@ def fsdp_other_ways_to_divide(ranks: int) -> None:
     ):
         refused(UnsupportedLayerError, message, lambda m=model: KBFGS(m))
     refused(ValueError, "process_group is not that of.*Leave it out", lambda: KBFGS(whole(mlp()), process_group=alone_))
-    refused(ValueError, "OnePassKBFGS looks at Γ.*DistributedDataParallel", lambda: OnePassKBFGS(whole(mlp())))
 
 
 @case()
@@ -572,7 +609,7 @@ def fsdp_gradient_that_nobody_averages(ranks: int) -> None:
 # ------------------------------------------------------------------ checkpoints
 
 
-@case("KBFGS", "KBFGS, untuned", "KFAC, untuned")
+@case("KBFGS", "KBFGS, untuned", "KFAC, untuned", "OnePassKBFGS")
 def fsdp_checkpoints(ranks: int, row: str) -> None:
     """From FSDP2 to FSDP2 in other units, to DDP and to one process; and from DDP to FSDP2."""
     pair, sizes = pair_of(row, "mlp", "by layer"), equal_shares(ranks)

@@ -156,7 +156,7 @@ class Passes:
 
         Args:
             first: What it has shown here.
-            directions: Chooses those in which A is looked at.
+            directions: Chooses those in which A and Γ are looked at.
             normalizers: What was found to normalize a layer's output; None where nobody looked.
 
         Returns:
@@ -176,7 +176,7 @@ class Passes:
         (drew, rows, inexact), rest = said[:3], said[3:]
         replay.drew, self._has_other_rows, replay.is_exact = drew > 0, rows > 0, inexact == 0
         agreed = None if normalizers is None else self._agreed(first, rest)
-        return self.ranks.probed(first, whole, directions), agreed
+        return self.ranks.probed(first, whole, self._weights, directions), agreed
 
     def _said_of(self, first: Results, normalizers: Normalizers) -> list[float]:
         """For each layer: whether it saw data here, whether a normalization was found there, and the number of it."""
@@ -228,17 +228,25 @@ class Passes:
             results.same_data = first.reading.agrees_with(reading)
         found = measurement.results()
         if pools:
-            found, (other, inexact) = self._pool_second(found, results.same_data)
-            results.same_data, self._replay.is_exact = torch.tensor(other == 0), inexact == 0
+            found = self._pool_second(found, first, results.same_data)
+            results.same_data = found.same_data
         self._other_data.note(~results.same_data)
-        if self._replay.is_exact:
+        if pools or self._replay.is_exact:
             results.update(found)
 
-    def _pool_second(self, found: Results, same_data: Tensor) -> tuple[Results, list[float]]:
-        said: list[Any] = [(~same_data).float(), float(not self._replay.is_exact)]
+    def _pool_second(self, found: Results, first: Results, same_data: Tensor) -> Results:
+        """What the second pass has shown on all ranks; of other data than the first, where some rank says so."""
         has_rows = self.ranks.rows is not None  # then h̄ follows from ā, as in the first pass
-        whole, said = self.ranks.pooled(found, self._weights, said, without={"h_bar" if has_rows else "a_bar"})
-        return self.ranks.outputs(whole), said
+        without, inexact = {"h_bar" if has_rows else "a_bar"}, float(not self._replay.is_exact)
+        if self._compares:
+            whole, told = self.ranks.repeated(found, first, self._weights, (inexact,), (~same_data,), without)
+            is_same = (told == 0).all()
+        else:
+            whole, (inexact, other) = self.ranks.pooled(found, self._weights, (inexact,), (~same_data,), without)
+            whole, is_same = whole.like({} if inexact else whole), torch.tensor(other == 0, device="cpu")
+        whole = self.ranks.outputs(whole)
+        whole.same_data = is_same
+        return whole
 
     def over_data(
         self,

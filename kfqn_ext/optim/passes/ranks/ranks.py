@@ -3,25 +3,35 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfqn_ext.extensions import InputMoments, LayerMoments, with_outputs
-from kfqn_ext.extensions.pooling import Counted, Counts, means_of
+from kfqn_ext.extensions import FisherProduct, InputMoments, LayerMoments, with_outputs
+from kfqn_ext.extensions.pooling import DATA, SQUARES, Counted, Counts, means_of
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim.inverses import Measured
 from kfqn_ext.optim.passes.measurement import Results
-from kfqn_ext.optim.passes.ranks.bucket import Bucket
+from kfqn_ext.optim.passes.ranks.bucket import Bucket, beside
 from kfqn_ext.optim.passes.ranks.divided import group_of
 from kfqn_ext.optim.passes.ranks.letters import Letters, in_world
 from kfqn_ext.optim.passes.ranks.rows import Rows
-from kfqn_ext.optim.passes.ranks.weights import Table, Weight
+from kfqn_ext.optim.passes.ranks.weights import Share, Table, Weight
 
-Directions = Callable[[Mapping[nn.Module, Tensor]], Mapping[nn.Module, Tensor | None]]
-"""ā of layers by module ↦ s of each, or None for none."""
+Chosen = tuple[Tensor | None, tuple[Tensor, Tensor] | None]
+"""s for A, and s for Γ with what is kept with Γ s; None for none, or for what the pass has looked at itself."""
+Directions = Callable[[Results], Mapping[nn.Module, Chosen]]
+"""What a pass has shown of all ↦ the directions of each layer."""
+
+
+class _Part(NamedTuple):
+    """What this rank has of a quantity."""
+
+    module: nn.Module
+    kind: Any
+    own: Any
 
 
 class Ranks(Protocol):
@@ -44,23 +54,53 @@ class Ranks(Protocol):
     rows: Rows | None
 
     def pooled(
-        self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
+        self,
+        results: Results,
+        table: Table,
+        said: Sequence[float] = (),
+        flags: Sequence[Tensor] = (),
+        without: Collection[str] = (),
     ) -> tuple[Results, list[float]]:
-        """Pool the means that a pass, or a warm start, has found.
+        """Pool the means that a pass, or a warm start, has found; waits for the device, once.
 
         Args:
             results: With an entry for every layer and quantity that was asked for, of no data where there was none. Its
                 means are overwritten.
             table: How much a rank counts.
             said: Numbers that are summed in the same message.
+            flags: The same for numbers that the device has, each [].
             without: Fields that nobody reads.
 
         Returns:
             Results with the data of all, of layers that somebody saw; the sums.
         """
 
-    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:
-        """Look at A in directions that depend on the ā of all; own inputs are let go."""
+    def repeated(
+        self,
+        results: Results,
+        first: Results,
+        table: Table,
+        said: Sequence[float],
+        flags: Sequence[Tensor],
+        without: Collection[str],
+    ) -> tuple[Results, Tensor]:
+        """Pool the means of a pass over the data of another, whose counts all know: nothing waits for the device.
+
+        Args:
+            results: As above.
+            first: What the other pass has shown of all.
+            table: How much a rank counts.
+            said: Numbers that are summed in the same message.
+            flags: The same for numbers that the device has, each [].
+            without: Fields that nobody reads.
+
+        Returns:
+            Results with the data of all, of layers that somebody saw in the first pass; the sums, and after them one if
+            some layer saw other counts than then.
+        """
+
+    def probed(self, own: Results, whole: Results, table: Table, directions: Directions) -> Results:
+        """Look at A, and Γ, in directions that depend on all, or that others choose; what was kept for it is let go."""
 
     def outputs(self, whole: Results) -> Results:
         """Add h̄ = W ā from the ā of all, where a rank has rows of W alone.
@@ -101,11 +141,27 @@ class OneProcess:
         self.is_chosen = is_chosen
 
     def pooled(  # noqa: D102
-        self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
+        self,
+        results: Results,
+        table: Table,
+        said: Sequence[float] = (),
+        flags: Sequence[Tensor] = (),
+        without: Collection[str] = (),
     ) -> tuple[Results, list[float]]:
-        return results, [float(number) for number in said]
+        return results, [*said, *map(float, flags)]
 
-    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
+    def repeated(  # noqa: D102
+        self,
+        results: Results,
+        first: Results,
+        table: Table,
+        said: Sequence[float],
+        flags: Sequence[Tensor],
+        without: Collection[str],
+    ) -> tuple[Results, Tensor]:
+        return results, torch.tensor([*said, *map(float, flags), 0.0], device="cpu")
+
+    def probed(self, own: Results, whole: Results, table: Table, directions: Directions) -> Results:  # noqa: D102
         return whole
 
     def outputs(self, whole: Results) -> Results:  # noqa: D102
@@ -164,58 +220,99 @@ class SeveralProcesses:
         self.messages = self.bytes_sent = 0
 
     def pooled(  # noqa: D102
-        self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
+        self,
+        results: Results,
+        table: Table,
+        said: Sequence[float] = (),
+        flags: Sequence[Tensor] = (),
+        without: Collection[str] = (),
     ) -> tuple[Results, list[float]]:
+        parts, whole = _parts(results), results.like({})
+        if parts:
+            sums, numbers = self._summed(parts, table, said, flags, without)
+            read = numbers.double().tolist()  # the one wait
+            counts = [_counts(data, terms) for data, terms in zip(read[::2], read[1::2], strict=False)][: len(parts)]
+            whole, said = _whole(results, parts, sums, counts, table), read[2 * len(parts) :]
+        return whole, list(said)
+
+    def repeated(  # noqa: D102
+        self,
+        results: Results,
+        first: Results,
+        table: Table,
+        said: Sequence[float],
+        flags: Sequence[Tensor],
+        without: Collection[str],
+    ) -> tuple[Results, Tensor]:
+        known = [(first.get(part.module, Measured()).get(part.kind), part) for part in _parts(results)]
+        parts = [part for of_all, part in known if of_all is not None]  # what nobody saw then is not sent
+        counts = [Counts(q.num_data, q.num_locations) for q, _ in known if q is not None]
+        if not parts:
+            return results.like({}), torch.zeros((), device="cpu")
+        sums, numbers = self._summed(parts, table, said, flags, without)
+        expected = beside([n for count in counts for n in _numbers_of(count)], numbers)
+        apart = (numbers[: len(expected)] - expected).abs() > 0.5 + 1e-6 * expected  # of integers, and rounded ones
+        told = torch.cat((numbers[len(expected) :], apart.any().to(numbers).view(1)))
+        return _whole(results, parts, sums, counts, table), told
+
+    def _summed(
+        self,
+        parts: Sequence[_Part],
+        table: Table,
+        said: Sequence[float],
+        flags: Sequence[Tensor],
+        without: Collection[str],
+    ) -> tuple[list[dict[str, Tensor]], Tensor]:
+        """Sums over ranks of weighed means, by their names; those of N and N |T| of each part, and of what is said."""
         self._check_wrappers()
         bucket, sent = Bucket(self._group), []
-        for module, measured in results.items():
-            for kind, own in measured.items():
-                means = {name: mean for name, mean in means_of(own).items() if name not in without}
-                sums = {
-                    name: bucket.add(getattr(own, name).mul_(_weight(table[mean][0], own, self.size)))
-                    for name, mean in means.items()
-                }
-                like = getattr(own, next(iter(means)))
-                terms = own.num_data * own.num_locations
-                sent.append((module, kind, own, means, sums, bucket.add(like.new_tensor([own.num_data, terms]))))
-        numbers = bucket.add(_flat(said, like)) if sent and said else None
+        for _, _, own in parts:
+            means = {name: mean for name, mean in means_of(own).items() if name not in without}
+            weighed = {
+                name: getattr(own, name).mul_(_weight(table[mean][0], own, self.size)) for name, mean in means.items()
+            }
+            sent.append({name: bucket.add(value) for name, value in weighed.items()})
+        like = next(iter(weighed.values()))
+        numbers = beside([*(n for part in parts for n in _numbers_of(part.own)), *said], like)
+        told = bucket.add(torch.cat((numbers, *(flag.to(like, non_blocking=True).view(1) for flag in flags))))
         found = self._sent(bucket)
-        counts = [n for *_, n in sent] + ([] if numbers is None else [numbers])
-        read = iter(torch.cat([found[n].double() for n in counts]).tolist() if counts else [])  # the one wait
-        whole: dict[nn.Module, dict[Any, Any]] = {}
-        for module, kind, own, means, sums, _ in sent:
-            data, terms = next(read), next(read)
-            if data > 0:
-                of_all = Counts(round(data), _whole_if_whole(terms / data))
-                pooled = {name: found[sums[name]].mul_(table[mean][1](of_all)) for name, mean in means.items()}
-                whole.setdefault(module, {})[kind] = replace(own, **vars(of_all), **pooled)
-        return results.like({module: Measured(quantities) for module, quantities in whole.items()}), list(read)
+        return [{name: found[n] for name, n in names.items()} for names in sent], found[told]
 
-    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
-        chosen = directions({module: of_all.a_bar for module, _, of_all in _inputs(whole)})
+    def probed(self, own: Results, whole: Results, table: Table, directions: Directions) -> Results:  # noqa: D102
+        chosen = directions(whole)
 
-        def look(module: nn.Module, kind: Any, of_all: InputMoments) -> tuple[InputMoments, dict[str, Tensor]]:
-            s = chosen[module]
-            sums = {} if s is None else {"A_s": _product(own[module][kind], s) / of_all.num_data}
-            return replace(of_all, operator=None, s=s), sums
+        def product(part: _Part, s: Tensor, rule: tuple[Weight, Share]) -> Tensor:
+            """A s or Γ s of this rank's data, as a part of that of all."""
+            mine = own[part.module][part.kind]
+            if mine.operator is None or mine.num_data == 0:
+                return torch.zeros_like(s)
+            with full_precision():
+                product: Tensor = mine.operator.times(s)
+            return product * (rule[0](mine, self.size) * rule[1](part.own))
+
+        def look(part: _Part) -> tuple[Any, dict[str, Tensor]]:
+            of_all, (s, at_outputs) = part.own, chosen.get(part.module, (None, None))
+            if isinstance(of_all, InputMoments):
+                return replace(of_all, operator=None, s=s), {} if s is None else {"A_s": product(part, s, table[DATA])}
+            if isinstance(of_all, FisherProduct) and at_outputs is not None:
+                s, kept = at_outputs
+                looked = replace(of_all, operator=None, s=s, kept=kept)
+                return looked, {"Gamma_s": product(part, s, table[SQUARES])}
+            return of_all, {}
 
         return self._with_sums(whole, look)
 
     def outputs(self, whole: Results) -> Results:  # noqa: D102
-        return whole if self.rows is None else self._with_sums(whole, lambda module, kind, of_all: (of_all, {}))
+        return whole if self.rows is None else self._with_sums(whole, lambda part: (part.own, {}))
 
-    def _with_sums(
-        self,
-        whole: Results,
-        look: Callable[[nn.Module, Any, InputMoments], tuple[InputMoments, dict[str, Tensor]]],
-    ) -> Results:
+    def _with_sums(self, whole: Results, look: Callable[[_Part], tuple[Any, dict[str, Tensor]]]) -> Results:
         """Results with h̄ = W ā, and with fields that are sums over ranks of what ``look`` finds on each."""
         bucket, new, sent = Bucket(self._group), {m: dict(measured.items()) for m, measured in whole.items()}, []
-        for module, kind, of_all in _inputs(whole):
-            found, sums = look(module, kind, of_all)
-            new[module][kind] = moments = with_outputs(module, found)
-            if self.rows is not None and isinstance(moments, LayerMoments):
-                sums = {**sums, "h_bar": moments.h_bar}  # of the rows of W that are here
+        for part in _parts(whole):
+            (module, kind, _), (found, sums) = part, look(part)
+            new[module][kind] = found = with_outputs(module, found)
+            if self.rows is not None and isinstance(found, LayerMoments):
+                sums = {**sums, "h_bar": found.h_bar}  # of the rows of W that are here
             sent += [(module, kind, name, bucket.add(value)) for name, value in sums.items()]
         arrived = self._sent(bucket)
         for module, kind, name, n in sent:
@@ -292,31 +389,43 @@ class SeveralProcesses:
                     wrapper.require_forward_param_sync = sync
 
 
+def _parts(results: Results) -> list[_Part]:
+    return [_Part(module, kind, own) for module, measured in results.items() for kind, own in measured.items()]
+
+
+def _whole(
+    results: Results,
+    parts: Sequence[_Part],
+    sums: Sequence[Mapping[str, Tensor]],
+    counts: Sequence[Counts | None],
+    table: Table,
+) -> Results:
+    """Results of which somebody had data, from sums over ranks."""
+    whole: dict[nn.Module, dict[Any, Any]] = {}
+    for (module, kind, own), found, of_all in zip(parts, sums, counts, strict=True):
+        if of_all is not None:
+            means = means_of(own)
+            pooled = {name: value.mul_(table[means[name]][1](of_all)) for name, value in found.items()}
+            whole.setdefault(module, {})[kind] = replace(own, **vars(of_all), **pooled)
+    return results.like({module: Measured(quantities) for module, quantities in whole.items()})
+
+
+def _numbers_of(counts: Counted) -> tuple[float, float]:
+    """N and N |T|, which add up over ranks."""
+    return counts.num_data, counts.num_data * counts.num_locations
+
+
+def _counts(data: float, terms: float) -> Counts | None:
+    return Counts(round(data), _whole_if_whole(terms / data)) if data > 0 else None
+
+
 def _weight(weight: Weight, part: Counted, size: int) -> float:
     return weight(part, size) if part.num_data > 0 else 0.0
-
-
-def _flat(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor:
-    tensors = [n if isinstance(n, Tensor) else torch.tensor(float(n)) for n in numbers]
-    return torch.stack([n.to(like) for n in tensors])
 
 
 def _whole_if_whole(number: float) -> float:
     """|T| as an integer where it is one, as one process counts it."""
     return int(number) if number == int(number) else number
-
-
-def _inputs(results: Results) -> list[tuple[nn.Module, Any, InputMoments]]:
-    quantities = [(module, kind, q) for module, measured in results.items() for kind, q in measured.items()]
-    return [found for found in quantities if isinstance(found[-1], InputMoments)]
-
-
-def _product(own: InputMoments, s: Tensor) -> Tensor:
-    """A s of a rank's own data, times their number."""
-    if own.operator is None or own.num_data == 0:
-        return torch.zeros_like(s)
-    with full_precision():
-        return own.operator.times(s) * own.num_data
 
 
 def _check_group(given: distributed.ProcessGroup | None, of_shards: distributed.ProcessGroup) -> None:
