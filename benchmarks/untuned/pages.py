@@ -53,6 +53,7 @@ def _tried(name: str) -> Part:
     return Part(DESIGN, ["untuned-tried.jsonl"], render)
 
 
+_TRIED = ("exponent", "normalized")
 _SETS = ["untuned-choice.jsonl", "untuned-held-out.jsonl"]
 
 PARTS = {
@@ -60,8 +61,10 @@ PARTS = {
     "choice": _set("choice"),
     "held-out": _set("held-out"),
     "robust": Part(DETAILS, ["untuned-robust.jsonl"], _one(robust.render)),
+    "robust-two-pass": Part(DETAILS, ["untuned-robust-two-pass.jsonl"], _one(robust.render)),
     "widths": Part(DETAILS, ["untuned-widths.jsonl"], _one(widths.render)),
     "autoencoder": Part(DETAILS, ["untuned-autoencoder.jsonl"], autoencoder_report.render, autoencoder_report.draw),
+    **{f"tried {name}": _tried(name) for name in _TRIED},
 }
 
 

@@ -110,8 +110,9 @@ def _label(rate: float, damping: float, late: bool) -> str:
 
 
 def _lost(column: Sequence[Cell], own: float, among: Mapping[str, Any]) -> str:
-    """The loss of an optimizer's own values in multiples of the best of some cells."""
-    return grids.ratio(grids.of(column, rate=1.0, damping=own, late=False), grids.of(column, late=False, **among))
+    """The loss of an optimizer's own values in multiples of the best of some cells; nothing where it is alone."""
+    others = grids.of(column, late=False, **among)
+    return grids.ratio(grids.of(column, rate=1.0, damping=own, late=False), others) if len(others) > 1 else ""
 
 
 if __name__ == "__main__":

@@ -81,9 +81,6 @@ STUDIES = {
         }
     ),
     "normalized": Study({**_KBFGS, "Γ where blind": variants.fisher_where_blind()}, ("vggbn", "resnet", "grouped")),
-    "normalized-long": Study(
-        {**_KBFGS, "Γ where blind": variants.fisher_where_blind()}, ("vggbn", "resnet", "grouped"), steps=800
-    ),
     "long": Study(
         {
             **_ONE_PASS,
@@ -91,7 +88,7 @@ STUDIES = {
             "ε = 0.03": default("onepass", damping=0.03),
             "rate × 1/2": default("onepass", lr=0.2),
         },
-        ("lenet", "deepmlp", "regression", "vggbn"),
+        ("lenet", "deepmlp", "regression"),
         steps=800,
     ),
     "capped": Study({**_ONE_PASS, "at most 0.1 α ‖W‖": variants.capped(0.1)}),

@@ -100,6 +100,21 @@ def test_own_values_are_compared_with_the_best_at_their_rate_and_at_any() -> Non
     assert numbers(text, "O") == ["0 of 0", "0 of 2", "1 of 3", "0 of 1"]
 
 
+def test_own_values_are_compared_with_nothing_where_they_are_alone() -> None:
+    cell = {
+        "problem": "p",
+        "optimizer": "o",
+        "losses": [2.0],
+        "error": None,
+        "rate": 1.0,
+        "damping": 0.3,
+        "late": False,
+    }
+    results = {**SHARED, **COST, "problems": {"p": "P"}, "own": {"o": {"lr": 0.3, "damping": 0.3}}}
+    text = robust.render({**results, "cells": [cell, {**cell, "rate": 3.0, "losses": [1.0]}]})
+    assert numbers(text, "own ÷ best ε at this rate") == [""] and numbers(text, "own ÷ best") == ["2"]
+
+
 # ---------------------------------------------------------------------- wider networks
 
 

@@ -91,6 +91,21 @@ def test_nothing_diverged_at_other_rates() -> None:
     assert len(rows) == 1 and re.findall(r"(\d+) of (\d+)", rows[0]) == [("0", "84")] * 3 + [("0", "21")]
 
 
+def test_what_another_damping_does_for_kfac() -> None:
+    (log,) = PARTS["robust-two-pass"].lines()
+    at = {
+        (c["problem"], c["damping"]): fmean(c["losses"])
+        for c in log["cells"]
+        if (c["optimizer"], c["rate"], c["late"]) == ("kfac-untuned", 1.0, False)
+    }
+    ratios = [at[p, 0.03] / at[p, 0.3] for p in log["problems"]]
+    lost = sorted(at[p, 0.3] / min(loss for (q, _), loss in at.items() if q == p) for p in log["problems"])
+    assert sum(loss >= 2 for loss in lost) == 3
+    assert f"on three problems another ends {lost[-3]:.1f} to {lost[-1]:.1f} times lower" in WORDS
+    lower = sum(ratio < 1 for ratio in ratios)
+    assert f"lower on {lower} of {len(ratios)}, and {max(ratios):.2f} times as high on the other" in WORDS
+
+
 def test_what_a_step_takes() -> None:
     (problem,) = json.loads((ROOT / "results/untuned-step.jsonl").read_text())["problems"].values()
     times = {row["row"]: f"{row['time']:.2f}" for row in problem["rows"]}
