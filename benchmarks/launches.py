@@ -19,7 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks import options
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import CONTENDERS, every
 from benchmarks.parts import DIRECTIONS, LEARNING, MEASURING, MOVES, PASSES, REST, SECOND, told_apart
 from benchmarks.problems import PROBLEMS, QUICK, Setup, set_up
 from benchmarks.ready import Ready
@@ -41,6 +41,8 @@ OPTIMIZERS: dict[str, Callable[[Setup], Ready]] = {
     "K-BFGS as printed": CONTENDERS["kbfgs"].build,
 }
 _KINDS = {"ordinary": "not due", "due": "due"}
+_DUE = f", {_KINDS['due']}"
+_T = 20
 _COLUMNS = {
     "both passes": (PASSES,),
     "second pass": (SECOND,),
@@ -118,15 +120,26 @@ def seconds(load: Load) -> tuple[float, float, float]:
 def _of_network(steps: Mapping[str, Any]) -> str:
     head = ["launches of a step", *_COLUMNS, "all", "launches", "bytes", "flops", "sum ÷ SGD-m's"]
     totals = {name: sum((Load(**load) for load in step["parts"].values()), Load()) for name, step in steps.items()}
-    rows = [head]
+    rows, base = [head], sum(seconds(totals[BASE]))
     for name, step in steps.items():
         parts = {part: load["launches"] for part, load in step["parts"].items()}
         columns = [str(sum(parts.get(part, 0) for part in members) or "") for members in _COLUMNS.values()]
-        times = seconds(totals[name])
-        ratio = sum(times) / sum(seconds(totals[BASE])) if BASE in totals else float("nan")
-        cells = [str(totals[name].launches), *(f"{1e3 * time:.2f}" for time in times), f"{ratio:.2f}"]
-        rows.append([name, *columns, *cells])
+        rows.append([name, *columns, *_model(totals[name].launches, seconds(totals[name]), base)])
+        if _is_due(name):
+            rows.append([_mean_name(name), *[""] * len(columns), *_mean(totals, name, base)])
     return markdown(rows)
+
+
+def _model(launches: float, times: Sequence[float], base: float) -> list[str]:
+    return [f"{launches:.0f}", *(f"{1e3 * time:.2f}" for time in times), f"{sum(times) / base:.2f}"]
+
+
+def _mean(totals: Mapping[str, Load], due: str, base: float) -> list[str]:
+    """The mean step at T = 20."""
+    shares = {_titles(due)[kind]: share for kind, share in every(_T).items()}
+    launches = sum(share * totals[name].launches for name, share in shares.items())
+    times = [sum(share * seconds(totals[name])[i] for name, share in shares.items()) for i in range(3)]
+    return _model(launches, times, base)
 
 
 def _of_layers(problems: Mapping[str, Any]) -> str:
@@ -138,12 +151,21 @@ def _of_layers(problems: Mapping[str, Any]) -> str:
             for kind, parts in steps[name]["layers"].items():
                 row = kinds.setdefault(kind, {})
                 row[name] = max(row.get(name, 0), sum(parts.values()))
-    head = ["weight", *(name.removesuffix(f", {_KINDS['due']}") for name in due)]
+    head = ["weight", *(name.removesuffix(_DUE) for name in due)]
     return markdown([head, *([kind, *(str(row.get(name, "")) for name in due)] for kind, row in kinds.items())])
 
 
+def _titles(due: str) -> dict[str, str]:
+    """By kind, what the steps of the optimizer are called whose due step has this name."""
+    return {kind: f"{due.removesuffix(_DUE)}, {title}" for kind, title in _KINDS.items()}
+
+
+def _mean_name(due: str) -> str:
+    return f"{due.removesuffix(_DUE)}, T = {_T}"
+
+
 def _is_due(name: str) -> bool:
-    return name.endswith(f", {_KINDS['due']}")
+    return name.endswith(_DUE)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = environment.origin("benchmarks.time_to_loss", torch.device("cpu"))
     results = {**start, **study.results(found)}
     options.write(args.json, results)
-    options.show(args.docs, "time to loss", render(results))
+    options.show(args.docs, "time to loss", options.text(results, render))
 
 
 def _work(study: Study, found: Found, log: Path, source: Source) -> None:

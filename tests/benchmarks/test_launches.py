@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import launches
+from benchmarks import launches, options
 from benchmarks.contenders import CONTENDERS
 from benchmarks.parts import MEASURING, PARTS, told_apart
 from benchmarks.problems import QUICK, set_up
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def test_the_table_is_that_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     launches.main(["--quick", "--problem", "vgg16", "--json", str(tmp_path / "log.json")])
     shown, found = capsys.readouterr().out, json.loads((tmp_path / "log.json").read_text())
-    assert launches.render(found) == shown.strip()
+    assert options.text(found, launches.render) == shown.strip()
     (steps,) = found["problems"].values()
     assert set(steps) >= {"SGD-m", "Adam", "K-BFGS, one pass, due", "K-BFGS, not due", "K-BFGS as printed, due"}
     for step in steps.values():

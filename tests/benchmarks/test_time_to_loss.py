@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import options as shared
 from benchmarks.time_to_loss import command, race, report
 from benchmarks.time_to_loss.grids import OPTIMIZERS, grid
 from benchmarks.time_to_loss.problems import RACES
@@ -93,7 +94,7 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.Cap
     command.main([*options, "--optimizers", "sgdm", "onepass", "--seeds", "0", "1"])
     assert len(log.read_text().splitlines()) == 3 + 1 + 2
     shown, results = capsys.readouterr().out, json.loads(numbers.read_text())
-    assert report.render(results) in shown
+    assert shared.text(results, report.render) in shown
     (problem,) = results["problems"].values()
     assert {len(row["seeds"]) for row in problem["rows"].values()} == {2}
     for row in problem["rows"].values():

@@ -43,10 +43,18 @@ def test_few_launches(name: str) -> None:
     assert launches(geometry, torch.empty(shape, device="meta")) <= 25
 
 
-def test_a_cpu_takes_many() -> None:
-    """The limit above means something: by lines and shifts they are hundreds."""
+def test_how_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/design.md has it: A, then A s, by lines and shifts and by what is chosen where each is a launch."""
     geometry, shape = layer("ResNet32's")
-    assert launches(geometry, torch.rand(shape)) > 200
+    x, s = torch.rand(shape), torch.rand(geometry.d_in, 1)
+    found = []
+    for on_gpu in (False, True):
+        monkeypatch.setattr(conv, "launches_count", lambda x, on_gpu=on_gpu: on_gpu)
+        for product in (lambda: geometry.gram(x), lambda: geometry.gram_product(x, s)):
+            with Operations() as operations:
+                product()
+            found.append(operations.number)
+    assert found == [210, 21, 6, 5]
 
 
 @each
