@@ -479,7 +479,7 @@ def random_batch(model: nn.Module, row: str, width: int) -> Minibatch:
     return Minibatch(model, nn.MSELoss(), x, x, (lambda output, y, g: y) if FAMILY[row].samples else None)
 
 
-@case("KBFGS", "KBFGSL, untuned", "KBFGS20", "KFAC", "KFAC as printed", "KFAC, untuned")
+@case("KBFGS", "KBFGSL, untuned", "KBFGS20", "KFAC as printed", "KFAC, untuned")
 def each_matrix_is_inverted_once(ranks: int, row: str) -> None:
     """By one rank, for all copies, which stay equal to the last bit; large ones are sent as they lie."""
     torch.manual_seed(0)
@@ -978,7 +978,7 @@ def continued(pair: Pair, model: nn.Module, optimizer: Any) -> None:
         same(p, twin)
 
 
-ROWS_SAVED = ("KBFGS", "KBFGSL, untuned", "KFAC, untuned", "OnePassKBFGS")
+ROWS_SAVED = ("KBFGS", "KBFGSL, untuned", "KFAC, untuned")
 
 
 @case(*ROWS_SAVED)
