@@ -177,7 +177,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     def _objects(self, module: nn.Module) -> bool:
         """Whether this call is to be passed over, or another has ruled out that the pass is measured of the layer."""
-        backward, (why, trained) = call_of(module)[1], objection_to(module)
+        backward, (why, trained) = call_of(module)[1], objection_to(module, self.of_grad)
         if why is not None and cast(Tensor, module.weight).requires_grad and not trained:
             return True  # with weights that are held fixed, as a teacher's: no part of the layer's gradient
         if why is not None:

@@ -338,8 +338,9 @@ class KroneckerOptimizer(Optimizer):
         P = None if layer.weight.grad is None else self._preconditioner.direction(block, M)
         if P is None and (self._iteration is None or layer not in self._iteration.rejected):
             self._warn_once(
-                f"Layer {layer.name} has a gradient but was not measured (called through F.linear, or with other "
-                "weights or settings, compiled before it was extended, or its weight frozen?); it moves by "
+                f"Layer {layer.name} has a gradient but was not measured (called through F.linear, or its weight "
+                "multiplied outside of it too, or called with other weights or settings, compiled before it was "
+                "extended, or its weight frozen?); it moves by "
                 f"{self.recipe.others.title}, as others do."
             )
         return P
