@@ -527,7 +527,7 @@ class KroneckerOptimizer(Optimizer):
             yield
         with torch.no_grad():
             self._bad_second_passes.note(second.not_finite().to(finite.device) & finite)
-            self._learn_from_both(self._blocks(layers), it, second, finite & second.same_data.to(finite.device))
+            self._learn_from_both(self._blocks(layers), it, second, finite & second.repeats.to(finite.device))
 
     def _learn_from_both(self, due: Sequence[Block], it: Iteration, second: Results, finite: Tensor) -> None:
         started = [b for b in due if is_started(b)]

@@ -15,6 +15,7 @@ from kfqn_ext.extensions import KBFGSQuantities, KFACFactors, extend
 from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
 from tests import reference as ref
 from tests.cases import assert_close
+from tests.optim import test_draws as draws
 from tests.optim import test_passes_aside as aside
 from tests.optim import test_threads as threads
 from tests.optim.test_resume import assert_identical
@@ -226,3 +227,5 @@ def gradients_that_are_returned() -> None:
 
 def two_models_in_two_threads() -> None:
     threads.test_two_models_in_two_threads_train_as_alone(("KBFGS", "OnePassKBFGS"))
+    draws.test_two_models_in_two_threads()
+    draws.test_and_with_a_lock()

@@ -105,7 +105,7 @@ ROWS: list[Row] = [
         ("auxiliary pass in a closure", W, "in the second pass as well, whose weights are frozen: with `backpack.disable()` it costs less", loops.auxiliary_pass_in_a_closure),
         ("gradients that are returned", W, "`autograd.grad(loss, weights)` in a first pass, for GradNorm or a log, is no data", calls.gradients_that_are_returned),
         ("weights changed before the backward pass", M, "in place: a warning names the layer. What is written through `.data` nobody can see", calls.weights_changed_before_the_backward_pass),
-        ("two models in two threads", W, "as alone, where they draw no random numbers: torch's generators are the process's", calls.two_models_in_two_threads),
+        ("two models in two threads", W, "as alone. Where one draws from torch's generator, which is the process's, and the other disturbs it between the passes, that pair is not learned from, with a warning: a lock around both passes is the way out. Draws by modules are watched, those by functions as `F.dropout` are not", calls.two_models_in_two_threads),
         ("step without first_pass", R, "when curvature is due: a warning, and no older measurement is used", loops.measurements_are_used_once),
         ("step without anything", R, "the error shows both forms", loops.step_without_a_closure),
         ("backward(inputs=...)", W, "layers outside have no result, and reading one says why", loops.partial_backward),

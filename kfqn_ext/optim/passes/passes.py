@@ -12,6 +12,7 @@ from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses.base import Kind, Measured
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import checks
+from kfqn_ext.optim.passes.draws import Draws
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.listening import Listening
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
@@ -59,6 +60,12 @@ class Passes:
         self._other_data = LateWarning(
             "A second pass read other data than the first; nothing was learned from the two. Draw the minibatch outside"
             " of the closure, so that it is the same at each call."
+        )
+        self._other_draws = LateWarning(
+            "A second pass drew other random numbers than the first, as other dropout masks; nothing was learned from "
+            "the two. torch's generators are the process's: other threads may draw meanwhile. Let a lock keep them "
+            "apart, from the first pass to the end of the second, or give each a process. What is not the model's is "
+            "drawn outside of both passes."
         )
         self._has_other_rows = False  # in a layer, than others have: its first rows need not be the first data's
 
@@ -119,9 +126,11 @@ class Passes:
         if may_repeat:
             self._replay.record()
             results.reading = Reading(self.fraction)
+            results.draws = Draws() if self._compares else None
         with (
             self.listening.paused(),
             nullcontext() if results.reading is None else read_inputs(results.reading),
+            nullcontext() if results.draws is None else results.draws.watch(self._model),
             measuring(measurement.extensions),
         ):
             yield results
@@ -211,7 +220,7 @@ class Passes:
         Raises:
             RuntimeError: If none of the layers was reached, or gradients came in float16 without a ``loss_scale``.
         """
-        results, reading = Results(), Reading(1.0)
+        results, reading, draws = Results(), Reading(1.0), Draws()
         probes = Probes(A=lambda module, a_bar: None)
         pools = self.ranks.several
         measurement = Measurement(wanted, self._loss_reduction, probes, loss_scale, of_grad=True, pools=pools)
@@ -220,22 +229,26 @@ class Passes:
             self.ranks.alone(),
             read_inputs(reading),
             self._replay.repeat([layer.module for layer in layers]),
+            draws.watch(self._model),
             measuring(measurement.extensions, alone=True),
         ):
             yield results
         checks.second_pass(layers, measurement)
-        if first.reading is not None:
-            results.same_data = first.reading.agrees_with(reading)
+        same_data = results.repeats if first.reading is None else first.reading.agrees_with(reading)
+        same_draws = first.draws is None or first.draws.agree_with(draws)
         found = measurement.results()
         if pools:
-            found, (other, inexact) = self._pool_second(found, results.same_data)
-            results.same_data, self._replay.is_exact = torch.tensor(other == 0), inexact == 0
-        self._other_data.note(~results.same_data)
+            doubts = [(~same_data).float(), float(not same_draws)]
+            found, (other_data, other_draws, inexact) = self._pool_second(found, doubts)
+            same_data, same_draws, self._replay.is_exact = _on_host(other_data == 0), other_draws == 0, inexact == 0
+        self._other_data.note(~same_data)
+        self._other_draws.note(_on_host(not same_draws))
+        results.repeats = same_data if same_draws else _on_host(False)
         if self._replay.is_exact:
             results.update(found)
 
-    def _pool_second(self, found: Results, same_data: Tensor) -> tuple[Results, list[float]]:
-        said: list[Any] = [(~same_data).float(), float(not self._replay.is_exact)]
+    def _pool_second(self, found: Results, doubts: Sequence[Any]) -> tuple[Results, list[float]]:
+        said: list[Any] = [*doubts, float(not self._replay.is_exact)]
         has_rows = self.ranks.rows is not None  # then h̄ follows from ā, as in the first pass
         whole, said = self.ranks.pooled(found, self._weights, said, without={"h_bar" if has_rows else "a_bar"})
         return self.ranks.outputs(whole), said
@@ -258,3 +271,7 @@ class Passes:
             for module, found in asked.items()
         }
         return self.ranks.pooled(Results(complete), OF_BATCHES)[0]
+
+
+def _on_host(flag: bool) -> Tensor:
+    return torch.tensor(flag, device="cpu")
