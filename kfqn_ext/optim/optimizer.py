@@ -313,7 +313,8 @@ class KroneckerOptimizer(Optimizer):
             self._warn_once(_NEVER_RAN)
             it = self._iteration = None
         lacks_loss = self._step_cap is not None and (it is None or it.loss is None)
-        checks.step(self._gradients(), it is not None or self._has_curvature(), lacks_loss)
+        needs_none = not any(b.layer.weight.grad is not None for b in self._blocks())
+        checks.step(self._parameters(), it is not None or self._has_curvature() or needs_none, lacks_loss)
         checks.averaged(self._gradients(), self._passes.ranks.rows is not None)
         self._apply_schedules()
         return it
@@ -321,7 +322,7 @@ class KroneckerOptimizer(Optimizer):
     def _learn_from_first(self, due: Sequence[Block], it: Iteration | None, finite: Tensor) -> None:
         """Learn what the first pass alone can teach, and note who needs the second."""
         if it is None:
-            if due:
+            if any(b.layer.weight.grad is not None for b in due):
                 self._warn_once("step() ran without measurements when curvature was due; it was not updated.")
             return
         learner = self._preconditioner
@@ -479,7 +480,12 @@ class KroneckerOptimizer(Optimizer):
             self._iteration = Iteration(self.param_groups[0]["step"] + 1, heard.results(), self._passes.fraction)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, see ``torch.optim.Optimizer``, and forget what was measured with them."""
+        """Clear gradients, see ``torch.optim.Optimizer``, and forget what was measured with them.
+
+        So does whoever clears a layer's gradients in another way, as ``model.zero_grad()``: a minibatch that is dropped
+        without a step, as after a loss of NaN, teaches nothing. Where they are set to zero in place, the next pass that
+        reaches the layer notices.
+        """
         self._passes.listening.forget()
         super().zero_grad(set_to_none)
 
