@@ -170,8 +170,9 @@ class Preconditioner:
         if not reached and block.layer.weight.grad is not None and blocks.is_started(block):
             self._warn_once(
                 f"Layer {block.layer.name} has a gradient but was not measured when its curvature was due (called "
-                "through F.linear, or with other weights or settings, compiled before it was extended, or backward() "
-                "with create_graph=True?); it keeps what it has."
+                "through F.linear, or its weight multiplied outside of it too, or called with other weights or "
+                "settings, compiled before it was extended, or backward() with create_graph=True?); it keeps what it "
+                "has."
             )
         return reached
 
