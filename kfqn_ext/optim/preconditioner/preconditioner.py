@@ -86,6 +86,8 @@ class Preconditioner:
     def start(self, unstarted: Iterable[Block], results: Results) -> list[Block]:
         """Make the initial curvature of layers from what was measured, in their states; of others', leave a mark.
 
+        What is needed for that alone is let go layer by layer: A is as large as the H_A that is made from it.
+
         Returns:
             Layers of which something was measured that is not finite: they have none yet.
         """
@@ -95,6 +97,7 @@ class Preconditioner:
             start = blocks.start if self.owners.owns(block.layer) else blocks.start_elsewhere
             if measured.has(self._starts_from) and not start(block, self.recipe, measured):
                 rejected.append(block)
+            measured.keep(self.recipe.first | self.recipe.second)
         return rejected
 
     def reached(self, block: Block, first: Results) -> bool:
