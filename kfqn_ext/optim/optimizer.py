@@ -457,10 +457,11 @@ class KroneckerOptimizer(Optimizer):
         ``autograd.grad``. Several passes accumulate, as ``.grad`` does.
         """
         weight: Any = module.weight
-        waiting = self._passes.listening.is_paused or self._iteration is not None
+        listening = self._passes.listening
+        waiting = listening.is_paused or listening.is_idle or self._iteration is not None
         if waiting or weight not in self._planned.layers or not accumulates_gradient_of(weight):
             return ()
-        return self._passes.listening.measurement(self._begin_listening).extensions
+        return listening.measurement(self._begin_listening).extensions
 
     def _begin_listening(self) -> Measurement:
         self._begin()
