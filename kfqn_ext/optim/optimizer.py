@@ -461,11 +461,11 @@ class KroneckerOptimizer(Optimizer):
         ``autograd.grad``. Several passes accumulate, as ``.grad`` does.
         """
         held: Any = module.weight
-        weight = self._planned.weights.get(module)
-        waiting = self._passes.listening.is_paused or self._iteration is not None
+        weight, listening = self._planned.weights.get(module), self._passes.listening
+        waiting = listening.is_paused or listening.is_idle or self._iteration is not None
         if waiting or weight is None or not (weight is held or is_divided(weight)) or not accumulates_gradient_of(held):
             return ()
-        return self._passes.listening.measurement(self._begin_listening).extensions
+        return listening.measurement(self._begin_listening).extensions
 
     def _begin_listening(self) -> Measurement:
         has_rows = self._passes.ranks.rows is not None
