@@ -13,7 +13,7 @@ from benchmarks.gpu.place import Place
 
 _OURS = ("onepass", "onepass-bf16", "untuned", "kbfgs", "kbfgs-bf16")
 # What torch says in this mode; and what reads numbers from a tensor, which on a CPU stands for it.
-_MESSAGE = "synchroniz"
+_MESSAGE = "called a synchronizing CUDA operation"
 _READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2"}
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from benchmarks.report import markdown
 
+_LONGEST_ERROR = 60
+
 
 def render(results: dict[str, Any]) -> str:
     """A table a problem."""
@@ -19,7 +21,12 @@ def _table(problem: dict[str, Any]) -> str:
     losses = [f"{loss:g}" for loss in problem["losses"]]
     head = ["seconds to a loss of", *losses, "last loss", "steps", "setting"]
     rows = sorted(problem["rows"].items(), key=lambda item: _order(item[1]))
-    return markdown([head, *([name, *_cells(row, len(losses))] for name, row in rows)])
+    return markdown([head, *([_name(name, row), *_cells(row, len(losses))] for name, row in rows)])
+
+
+def _name(name: str, row: dict[str, Any]) -> str:
+    why = row["error"]
+    return name if why is None else f"{name}, which broke off: {why[:_LONGEST_ERROR]}".replace("|", "/")
 
 
 def _cells(row: dict[str, Any], number: int) -> list[str]:
