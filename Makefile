@@ -1,13 +1,14 @@
 # `make demo`, `make test` and `make check` work on a fresh clone: each builds .venv on first use and reuses it after.
 PYTHON ?= python3
 VENV := .venv
+DATA ?= data
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # The versions that the tests ran with. Installed first, so that no other requirement picks a different torch.
 TORCH := torch==2.14.1 torchvision==0.29.1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check fmt docs docs-links bench release-check matrix gpu-check clean
+.PHONY: help demo test test-slow check fmt docs docs-links bench bench-record release-check matrix gpu-check clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,8 +79,11 @@ $(MATRIX:%=runs/matrix/%): runs/matrix/%:
 	$@/bin/python -m pip install --quiet torch==$(notdir $*) -e ".[tests]"
 	$@/bin/python -m pytest -q $(MATRIX_TESTS)
 
-gpu-check: $(STAMP)  ## run the GPU tests; says so and succeeds without a GPU
-	$(PY) tests/gpu_check.py
+bench-record: $(STAMP)  ## make the tables of docs/performance.md again, in twenty minutes; DATA=folder of MNIST
+	$(PY) -m benchmarks.page --data-root $(DATA)
+
+gpu-check: $(STAMP)  ## all about a GPU in eight minutes, tests included; says so and succeeds without one
+	$(PY) -m benchmarks.gpu --data-root $(DATA)
 
 clean:  ## remove caches and build products; keeps .venv
 	rm -rf build dist docs/_build docs/auto_gallery docs/sg_execution_times.rst *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

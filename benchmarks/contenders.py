@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from benchmarks import peers
 from benchmarks.problems import Setup
 from benchmarks.ready import Ready
+from benchmarks.untuned.peers import muon
 from kfqn_ext.optim import KBFGS, KFAC, KroneckerOptimizer, OnePassKBFGS
 from kfqn_ext.optim.inverses import HessianActionLBFGS, ScaledIdentity
 from kfqn_ext.optim.recipe import Recipe, SecondPass
@@ -56,6 +57,18 @@ def _first_order(make: Callable[..., Optimizer], setup: Setup) -> Ready:
     return Ready({"ordinary": lambda: optimizer.step(batch)}, optimizer)
 
 
+def _muon(setup: Setup) -> Ready:
+    optimizers, batch = muon(setup.model, lr=LR), setup.batch
+
+    def step() -> None:
+        batch()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    step()
+    return Ready({"ordinary": step}, optimizers)
+
+
 def _kronecker(make: Callable[..., KroneckerOptimizer], setup: Setup) -> Ready:
     optimizer, batch = make(setup.model, lr=LR), setup.batch
     optimizer.step(batch)
@@ -97,6 +110,7 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "adam": Contender(partial(_first_order, partial(torch.optim.Adam, foreach=True)), {"Adam": {"ordinary": 1}}),
     "adamw": Contender(partial(_first_order, partial(torch.optim.AdamW, foreach=True)), {"AdamW": {"ordinary": 1}}),
+    "muon": Contender(_muon, {"Muon, and AdamW for the rest": {"ordinary": 1}}),
     "onepass": Contender(_untuned(OnePassKBFGS), {"one-pass K-BFGS without tuning, T = 20": every(20)}),
     "onepass-bf16": Contender(
         _untuned(OnePassKBFGS, direction_dtype=torch.bfloat16),

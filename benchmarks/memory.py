@@ -60,10 +60,15 @@ def _measure_here(contender: str, problem: str, quick: bool, device_name: str) -
     if package is not None:
         import_module(package)  # before the peak starts: code is not what an optimizer takes
     setup = set_up((QUICK if quick else PROBLEMS)[problem], device)
-    peak = _peak_on_gpu(device) if device.type == "cuda" else _peak_of_process()
+    peak = peak_of(device)
     ready = CONTENDERS[contender].build(setup)
     list(ready.steps.values())[-1]()
     return Memory(peak(), held_bytes(ready.holds, setup))
+
+
+def peak_of(device: torch.device) -> Callable[[], int | None]:
+    """Start again to look for the peak; what is returned tells how many bytes it was above what is held now."""
+    return _peak_on_gpu(device) if device.type == "cuda" else _peak_of_process()
 
 
 def _peak_on_gpu(device: torch.device) -> Callable[[], int]:

@@ -55,4 +55,9 @@ def finish(
     """Write the numbers of a part of the page with what they depend on, and show what a function makes of them."""
     results = {**environment.origin(f"benchmarks.{part}", device), **numbers}
     write(args.json, results)
-    show(args.docs, part, render(results))
+    show(args.docs, part, text(results, render))
+
+
+def text(results: dict[str, Any], render: Callable[..., str]) -> str:
+    """What the page shows: what a function makes of the numbers, and where they were measured."""
+    return f"{render(results)}\n\n{environment.one_line(results['environment'])}"

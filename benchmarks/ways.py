@@ -4,7 +4,7 @@ The usual one, by patches that ``F.unfold`` writes out, beside those among which
 layer's shape. 3×3 kernels, 128 images. Milliseconds of process time, medians, one thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -41,10 +41,16 @@ def render(results: dict[str, Any]) -> str:
 
 
 def _milliseconds(batch: int, channels: int, size: int) -> list[float]:
+    return [milliseconds(run) for run in runs(batch, channels, size, torch.device("cpu")).values()]
+
+
+def runs(batch: int, channels: int, size: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """All ways for one layer, by their names in the table."""
     geometry = cast(ConvGeometry, geometry_of(nn.Conv2d(channels, channels, 3, padding=1, bias=False)))
-    x, s = torch.randn(batch, channels, size, size), torch.randn(1, geometry.d_in, 1)
-    A, one, none = torch.empty(1, geometry.d_in, geometry.d_in), (1, 1), torch.zeros(1, 1)
-    runs = [
+    new = partial(torch.randn, device=device)
+    x, s, A = new(batch, channels, size, size), new(1, geometry.d_in, 1), new(1, geometry.d_in, geometry.d_in)
+    one, none = (1, 1), torch.zeros(1, 1, device=device)
+    ways = [
         partial(_gram_of_patches, x),
         partial(line_gram, x, (3, 3), one, one, one, 1, A),
         partial(correlation_gram, x, (3, 3), one, one, 1, A),
@@ -52,7 +58,7 @@ def _milliseconds(batch: int, channels: int, size: int) -> list[float]:
         partial(geometry._convolved_product, x, one, s, none),
         partial(geometry._shifted_product, x, one, s, none),
     ]
-    return [milliseconds(run) for run in runs]
+    return dict(zip(_HEAD[1:], ways, strict=True))
 
 
 def _gram_of_patches(x: Tensor) -> Tensor:

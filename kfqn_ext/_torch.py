@@ -276,6 +276,32 @@ def rest(model: nn.Module) -> None:
         unit.reshard()
 
 
+def _groups_of_fsdp2(state: Any) -> list[Any]:
+    """The groups of parameters of a unit: one, and in later versions of torch several."""
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def finder_of_gradients(model: nn.Module) -> Callable[[nn.Module], bool]:
+    """What tells whether a layer's weight has a gradient, at rest or while FSDP2 has gathered it.
+
+    FSDP2 leaves a gradient with the gathered weight until it is reduced, or beside it where that has another dtype.
+    """
+    groups = [group for unit in units_of_fsdp2(model) for group in _groups_of_fsdp2(unit._get_fsdp_state())]
+    parameters = [p for group in groups for p in group.fsdp_params]
+    kept = {p._module_info.module: p for p in parameters if p._module_info.param_name == "weight"}
+
+    def has_gradient(module: Any) -> bool:
+        p = kept.get(module)
+        if p is None:
+            return module.weight.grad is not None
+        gathered = getattr(p, "_unsharded_param", None)
+        found = p.sharded_param.grad, None if gathered is None else gathered.grad, p.unsharded_accumulated_grad
+        return any(grad is not None for grad in found)
+
+    return has_gradient
+
+
 # ------------------------------------------------------------------ devices
 
 

@@ -56,3 +56,21 @@ def test_what_is_said_of_adam_is_in_its_logs() -> None:
             assert f"60 takes {first[60]} epochs" in text and f"56 takes {first[56]} " in text
             assert first[52.76] is None
             assert f"is at {losses.iloc[-1]:.2f} after {int(losses.index[-1]):,}" in text
+
+
+def test_the_first_table_of_results_has_the_page_s_numbers() -> None:
+    """Each row: losses after some epochs, seconds and the paper's number, then the best of the long run."""
+    tables = (EXPERIMENTS / "README.md").read_text().split("## Single runs")
+    rows = [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("|")]
+        for part in (tables[0].partition("## Training loss on generated curves")[0], tables[1])
+    ]
+    short, long = ({name: [row for row in part if row[0] == name] for name in {r[0] for r in part}} for part in rows)
+    top = (DOCS / "results.md").read_text().partition("## Details")[0]
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in top.splitlines() if line[:1] == "|"][2:]
+    assert len(shown) == 6
+    for name, _, *losses, seconds, paper, best in shown:
+        summary, curve = short[name][0], short[name][1]
+        assert losses == [curve[1], curve[3], curve[5]] and losses[-1] == summary[3].split(" ")[0]
+        assert seconds == summary[6].split(" ")[0] and paper == summary[8]
+        assert best == (long[name][0][4] if name in long else "")

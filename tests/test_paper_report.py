@@ -1,6 +1,5 @@
 """Reports: what is on the page follows from the logs."""
 
-import itertools
 import json
 import re
 from dataclasses import replace
@@ -8,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from examples.paper.cli import main
 from examples.paper.defaults import make_cell, paper_cell
-from examples.paper.figures import COLORS
+from examples.paper.figures import few
+from examples.paper.lines import MOST, look
 from examples.paper.page import provenance
 from examples.paper.results import found, load
 from examples.paper.sources import RESULTS, describe, to_line
@@ -146,9 +147,19 @@ def test_a_method_has_the_symbols_of_what_changes_it(method: str) -> None:
     assert ("stats_update_freq" in has) == ("kfac" in method)
 
 
-def test_no_two_methods_have_one_color() -> None:
-    for pair in itertools.combinations(METHODS, 2):
-        assert np.linalg.norm(np.subtract(*(COLORS[method] for method in pair))) > 0.15, pair
+def test_lines_of_a_figure_are_told_apart_without_color() -> None:
+    looks = [(look(number)["linestyle"], look(number)["marker"]) for number in range(MOST)]
+    assert len(set(looks)) == MOST
+    assert max(range(MOST), key=lambda number: look(number)["zorder"]) == 0
+
+
+def test_what_is_drawn_where_not_all_can_be() -> None:
+    """The usual ones, also where they end highest, and the lowest of the others."""
+    usual = ("kbfgs", "kbfgsl", "kfac", "adam", "sgdm")
+    ends = {method: 90.0 + i if method in usual else float(i) for i, method in enumerate(reversed(METHODS))}
+    curves = {method: pd.DataFrame({"mean": [99.0, end]}) for method, end in ends.items()}
+    lowest = min(ends, key=lambda method: ends[method])
+    assert set(few(curves)) == {*usual, lowest} and len(curves) > MOST
 
 
 def test_levels_are_reached_by_the_mean(directory: Path) -> None:

@@ -11,6 +11,7 @@ that start, with one thread.
 import time
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = study.parser(__doc__, "untuned-autoencoder", figure=True)
     parser.add_argument("--optimizers", nargs="+", choices=CHOSEN, default=list(CHOSEN), help="which ones")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--epochs", type=int, default=_EPOCHS)
+    parser.add_argument("--epochs", type=int, default=_EPOCHS, help="a line of the JSON file for each number of them")
+    parser.add_argument("--without-seconds", action="store_true", help="as on a machine that others use too")
     args = parser.parse_args(arguments)
     name, epochs = ("digits", _QUICK_EPOCHS) if args.quick else ("mnist", args.epochs)
     problem = small_problem(name)
@@ -66,12 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **study.results(args, "untuned.autoencoder", finished),
         "epochs": epochs,
         "optimizers": {each: CHOSEN[each].title for each in args.optimizers},
-        "cells": [{key: r[key] for key in ("problem", "optimizer", "seed", "curve", "error")} for r in finished],
+        "cells": [_cell(record, args.without_seconds) for record in finished],
     }
-    options.write(args.json, results)
+    lines = study.write_beside(args.json, results, "epochs")
     if args.figure is not None:
-        autoencoder_report.draw(results, args.figure)
-    options.show(args.docs, "untuned autoencoder", autoencoder_report.render(results))
+        autoencoder_report.draw(lines, args.figure)
+    options.show(args.docs, "untuned autoencoder", autoencoder_report.render(lines))
+
+
+def _cell(record: Record, without_seconds: bool) -> dict[str, Any]:
+    curve = [[epoch, None if without_seconds else seconds, loss] for epoch, seconds, loss in record["curve"]]
+    return {**{key: record[key] for key in ("problem", "optimizer", "seed", "error")}, "curve": curve}
 
 
 def small_problem(name: str) -> SmallProblem:

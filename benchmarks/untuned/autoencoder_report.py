@@ -9,45 +9,45 @@ import matplotlib.pyplot as plt
 from benchmarks.report import markdown, save
 from benchmarks.untuned.report import cost, failures
 
-Curve = Sequence[tuple[int, float, float | None]]  # epoch, seconds, training loss
-_AFTER = (1, 2, 5, 10, 20, 40)
+Curve = Sequence[tuple[int, float | None, float | None]]  # epoch, seconds where they were kept, training loss
+_AFTER = (1, 2, 5, 10, 20)
 _TARGETS = (60.0, 56.0, 54.0, 51.3)
 
 
-def render(results: dict[str, Any]) -> str:
-    """All tables of a log; where there are several seeds, a cell has a number for each."""
-    return "\n\n".join(
-        [
-            "Training loss after so many epochs.",
-            _losses(results),
-            "Epochs, and seconds, until the training loss has reached",
-            _targets(results),
-            *failures(results),
-            cost(results),
-            f"`{results['command']}`",
-        ]
-    )
+def render(lines: Sequence[dict[str, Any]]) -> str:
+    """All tables of a log, a line for each number of epochs; with several seeds, a cell has a number for each."""
+    failed = [text for results in lines for text in failures(results)]
+    made = [text for results in lines for text in (cost(results), f"`{results['command']}`")]
+    losses, targets = _losses(lines), _targets(lines)
+    first, second = "Training loss after so many epochs.", "Epochs, and seconds, until the training loss has reached"
+    return "\n\n".join([first, losses, second, targets, *failed, *made])
 
 
-def _losses(results: dict[str, Any]) -> str:
-    last = results["epochs"]
-    epochs = [*(epoch for epoch in _AFTER if epoch < last), last]
+def _losses(lines: Sequence[dict[str, Any]]) -> str:
+    ends = {results["epochs"] for results in lines}
+    epochs = sorted({*(epoch for epoch in _AFTER if epoch < max(ends)), *ends})
     rows = [["", *map(str, epochs)]]
-    for name, title in results["optimizers"].items():
-        rows.append([title, *(", ".join(after(curve, epoch) for curve in _curves(results, name)) for epoch in epochs)])
+    for title, last, curves in _rows(lines):
+        cells = [", ".join(after(curve, epoch) for curve in curves) if epoch <= last else "" for epoch in epochs]
+        rows.append([title, *cells])
     return markdown(rows)
 
 
-def _targets(results: dict[str, Any]) -> str:
+def _targets(lines: Sequence[dict[str, Any]]) -> str:
     rows = [["", *(f"{target:g}" for target in _TARGETS)]]
-    for name, title in results["optimizers"].items():
-        curves = _curves(results, name)
+    for title, _, curves in _rows(lines):
         rows.append([title, *(", ".join(until(curve, target) for curve in curves) for target in _TARGETS)])
     return markdown(rows)
 
 
-def _curves(results: dict[str, Any], name: str) -> list[Curve]:
-    return [cell["curve"] for cell in results["cells"] if cell["optimizer"] == name]
+def _rows(lines: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[Curve]]]:
+    """What an optimizer is called, for how many epochs it ran, and a curve for each seed."""
+    rows = []
+    for results in lines:
+        for name, title in results["optimizers"].items():
+            curves = [cell["curve"] for cell in results["cells"] if cell["optimizer"] == name]
+            rows.append((f"{title}, {results['epochs']} epochs", results["epochs"], curves))
+    return rows
 
 
 def after(curve: Curve, epoch: int) -> str:
@@ -57,23 +57,21 @@ def after(curve: Curve, epoch: int) -> str:
 
 
 def until(curve: Curve, target: float) -> str:
-    """The first epoch after which the loss is no larger, and the seconds until then."""
+    """The first epoch after which the loss is no larger, and the seconds until then, where these were kept."""
     reached = ((epoch, seconds) for epoch, seconds, loss in curve if loss is not None and loss <= target)
-    return next((f"{epoch} ({seconds:.0f} s)" for epoch, seconds in reached), "–")
+    texts = (f"{epoch}" if seconds is None else f"{epoch} ({seconds:.0f} s)" for epoch, seconds in reached)
+    return next(texts, "–")
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw losses by epoch and by second, from the first epoch on; an optimizer has one color for all seeds."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True)
-    for ax, column, label in zip(axes, (0, 1), ("epoch", "seconds"), strict=True):
-        for number, (name, title) in enumerate(results["optimizers"].items()):
-            for curve in _curves(results, name):
-                points = [point for point in curve[1:] if point[2] is not None]
-                x, y = [point[column] for point in points], [point[2] for point in points]
-                ax.plot(x, y, color=f"C{number}", label=title)
-        ax.set(xlabel=label, yscale="log")
-        ax.grid(alpha=0.3, which="both")
-    axes[0].set_ylabel("training loss")
-    lines = {line.get_label(): line for line in axes[0].get_lines()}
-    axes[0].legend(lines.values(), lines.keys(), frameon=False)
+def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw losses by epoch, from the first one on; an optimizer has one color for all seeds."""
+    figure, ax = plt.subplots(figsize=(6, 3.8))
+    for number, (title, _, curves) in enumerate(_rows(lines)):
+        for curve in curves:
+            points = [(epoch, loss) for epoch, _, loss in curve[1:] if loss is not None]
+            ax.plot(*zip(*points, strict=True), color=f"C{number}", label=title)
+    ax.set(xlabel="epoch", ylabel="training loss", yscale="log")
+    ax.grid(alpha=0.3, which="both")
+    titles = {line.get_label(): line for line in ax.get_lines()}
+    ax.legend(titles.values(), titles.keys(), frameon=False)
     save(figure, path)

@@ -31,8 +31,6 @@ def render(results: Results) -> str:
             _table(results, steps, "losses", _with_seeds),
             "The same of shorter runs, whose rate falls to zero in the seconds that tuned Adam takes for all steps.",
             _table(results, steps, "in_seconds", _with_seeds),
-            "The same, when tuned Adam had used up its seconds.",
-            _table(results, steps, "at_seconds", _with_seeds),
             "Loss on validation data at the end, mean over seeds.",
             _table(results, steps, "valid", lambda values: short(scores.mean(values))),
             "Settings that were tuned on the first seed; ◂ is an end of the grid.",
@@ -73,7 +71,8 @@ def _grid(results: Results, steps: int, text: Callable[[scores.Cell], str]) -> s
     rows = [["", *results["problems"]]]
     for name, row in _by_name(results, steps).items():
         texts = [text(row[problem]) if problem in row else "" for problem in results["problems"]]
-        rows.append([results["optimizers"][name], *texts])
+        if any(texts):
+            rows.append([results["optimizers"][name], *texts])
     return markdown(rows)
 
 
@@ -85,19 +84,21 @@ def _counts(results: Results, steps: int) -> str:
     rows = [[*head, "÷ best of SOAP and Muon: at most 1.3", "median", "largest", "seconds ÷ Adam's"]]
     for name, title in results["optimizers"].items():
         if name in cells:
-            counts = [_count(table, name) for table in (after, timed, {**shorter, **base})]
-            rows.append([title, *counts, *_ahead(after, name), _seconds(cells, name)])
+            counts = [count(table, name) for table in (after, timed, {**shorter, **base})]
+            rows.append([title, *counts, *ahead(after, name), _seconds(cells, name)])
     return markdown(rows)
 
 
-def _count(table: Losses, name: str) -> str:
+def count(table: Losses, name: str) -> str:
+    """On how many problems an optimizer is below tuned Adam."""
     if name == scores.BASE or scores.BASE not in table or not table[name]:
         return ""
     wins, number = scores.better(table[name], table[scores.BASE])
     return f"{wins} of {number}"
 
 
-def _ahead(table: Losses, name: str) -> tuple[str, str, str]:
+def ahead(table: Losses, name: str) -> tuple[str, str, str]:
+    """Beside the better of SOAP and Muon: on how many problems it is near, the median ratio, and the largest."""
     found = scores.ratios(table[name], [table[other] for other in _AHEAD if other in table])
     if not found:
         return "", "", ""
@@ -141,9 +142,9 @@ def short(value: float) -> str:
     return f"{value:.3g}" if math.isfinite(value) else "∞"
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path, kinds: Sequence[str] = ("losses", "at_seconds")) -> None:
     """Draw performance profiles: the share of problems on which a loss is within a factor of the best one's."""
-    panels = [(steps, what) for steps in results["lengths"] for what in ("losses", "at_seconds")]
+    panels = [(steps, what) for steps in results["lengths"] for what in kinds]
     figure, axes = plt.subplots(1, len(panels), figsize=(3.6 * len(panels) + 2.5, 3.6), squeeze=False, sharey=True)
     shown = _shown(results)
     colors = {name: f"C{number}" for number, name in enumerate(shown)}

@@ -1,8 +1,9 @@
 """How much is lost where a default is changed: ``python -m benchmarks.untuned.robust``.
 
-Each optimizer trains at a third, once and three times its own rate, with each of four ε and with its own. At its own
-values it trains once more with curvature every 20 steps, from the first step on. Problems, minibatches and losses are
-those of :mod:`benchmarks.untuned.command`, at one length; ∞ is a run that diverged or broke off.
+Each optimizer trains at a third, once and three times its own rate, with each of four ε and with its own. With
+``--ends`` it does so at the four ends of both grids and at its own values alone. At its own values it trains once more
+with curvature every 20 steps, from the first step on. Problems, minibatches and losses are those of
+:mod:`benchmarks.untuned.command`, at one length; ∞ is a run that diverged or broke off.
 
 The first table says how many runs failed. The others have the losses of an optimizer, and then the loss of its own
 values in multiples of the best one: the best at its own rate, and at any.
@@ -26,12 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = grids.parser(__doc__, "untuned-robust", grids.UNTUNED)
     choice = list(SETS["choice"])
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=choice, metavar="NAME", help="which ones")
+    parser.add_argument("--part", default="robust", help="of the page")
+    parser.add_argument("--ends", action="store_true", help="own values, and the ends of both grids, alone")
     args = parser.parse_args(arguments)
     defaults = {name: ENTRIES[name].defaults() for name in args.optimizers}
     cells = [
         {"problem": problem, "optimizer": name, **variant}
         for name, own in defaults.items()
-        for variant in variants(own)
+        for variant in variants(own, args.ends)
         for problem in args.problems
     ]
     results = {
@@ -39,12 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "own": {name: {key: own[key] for key in ("lr", "damping")} for name, own in defaults.items()},
     }
     options.write(args.json, results)
-    options.show(args.docs, "untuned robust", render(results))
+    options.show(args.docs, f"untuned {args.part}", render(results))
 
 
-def variants(own: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Settings around an optimizer's own: all rates with all ε, then its own values with T = 20 throughout."""
-    grid = [_variant(own, rate, damping) for rate in _RATES for damping in sorted({*_DAMPINGS, own["damping"]})]
+def variants(own: Mapping[str, Any], ends: bool = False) -> list[dict[str, Any]]:
+    """Settings around an optimizer's own: all rates with all ε, then its own values with T = 20 throughout.
+
+    Where only ``ends`` are wanted, the smallest and largest rates with the smallest and largest ε, and its own values.
+    """
+    pairs = [(rate, damping) for rate in _RATES for damping in sorted({*_DAMPINGS, own["damping"]})]
+    if ends:
+        corners = [(rate, damping) for rate in _RATES[::2] for damping in _DAMPINGS[::3]]
+        pairs = [pair for pair in pairs if pair in corners or pair == (1.0, own["damping"])]
+    grid = [_variant(own, rate, damping) for rate, damping in pairs]
     late = _variant(own, 1.0, own["damping"])
     frequency = next(name for name in UPDATE_FREQS if name in own)
     return [*grid, {**late, "late": True, "setting": {**late["setting"], frequency: _LATE}}]
@@ -100,8 +110,9 @@ def _label(rate: float, damping: float, late: bool) -> str:
 
 
 def _lost(column: Sequence[Cell], own: float, among: Mapping[str, Any]) -> str:
-    """The loss of an optimizer's own values in multiples of the best of some cells."""
-    return grids.ratio(grids.of(column, rate=1.0, damping=own, late=False), grids.of(column, late=False, **among))
+    """The loss of an optimizer's own values in multiples of the best of some cells; nothing where it is alone."""
+    others = grids.of(column, late=False, **among)
+    return grids.ratio(grids.of(column, rate=1.0, damping=own, late=False), others) if len(others) > 1 else ""
 
 
 if __name__ == "__main__":

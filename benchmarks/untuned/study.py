@@ -17,7 +17,7 @@ from benchmarks.untuned import log, working
 from benchmarks.untuned.data import Source
 from benchmarks.untuned.log import Found, Trial
 from benchmarks.untuned.problem import SmallProblem
-from workloads import environment
+from workloads import environment, records
 from workloads.records import Record
 
 
@@ -104,3 +104,16 @@ def results(args: argparse.Namespace, command: str, records: Sequence[Record]) -
             "wall": sum(record["wall"] for record in records),
         },
     }
+
+
+def write_beside(path: Path | None, results: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Write results as a line of a file, where one is named, in the place of the line that has the same under a key.
+
+    Returns:
+        All lines, in the order of what they have there.
+    """
+    others = [] if path is None else [line for line in records.read(path) if line[key] != results[key]]
+    lines = sorted([*others, results], key=lambda line: line[key])
+    if path is not None:
+        records.replace(path, lines)
+    return lines

@@ -24,9 +24,15 @@ _DIVERGED = 2.0
 
 
 def train(
-    problem: SmallProblem, entry: Entry, setting: Setting, steps: int, seed: int, source: Source
+    problem: SmallProblem,
+    entry: Entry,
+    setting: Setting,
+    steps: int,
+    seed: int,
+    source: Source,
+    schedule: Callable[[int], Rate] | None = None,
 ) -> dict[str, Any]:
-    """Train with a rate that falls to zero as a cosine.
+    """Train with a rate that falls to zero as a cosine, unless a schedule for so many steps is given.
 
     Returns:
         What :func:`summary` makes of it, the loss on validation data at the end, and what went wrong, if anything.
@@ -42,7 +48,7 @@ def train(
         optimizers = entry.build(model, **setting)
         torch.manual_seed(seed)  # noise in the network is the same, whatever an optimizer has drawn
         batches = islice(minibatches(problem, model, data, seed), steps)
-        for loss, spent in descend(entry, optimizers, batches, cosine(steps)):
+        for loss, spent in descend(entry, optimizers, batches, (schedule or cosine)(steps)):
             losses.append(loss)
             seconds.append(spent)
             if not math.isfinite(loss):

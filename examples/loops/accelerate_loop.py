@@ -1,8 +1,8 @@
-"""Hugging Face Accelerate: prepare as always, and take the two phases from the optimizer inside the wrapper.
+"""Hugging Face Accelerate: prepare the model, and build the optimizer on what comes back.
 
-Accelerate's wrapper passes ``step`` and ``zero_grad`` on; the phases are methods of ``optimizer.optimizer``. One
-process: in several, each would learn its curvature from its own share of the data, and the optimizer says so. Needs
-``pip install kfqn-ext[examples]``; run with ``python examples/loops/accelerate_loop.py``.
+In several processes that is the wrapper, which says who trains together. Accelerate's wrapper of the optimizer passes
+``step`` and ``zero_grad`` on; the phases are methods of ``optimizer.optimizer``. Needs ``pip install
+kfqn-ext[examples]``; run with ``python examples/loops/accelerate_loop.py``, or with ``accelerate launch``.
 """
 
 try:
@@ -23,10 +23,11 @@ def main(epochs: int = 4) -> list[float]:
     y = (2 * (x[:, 0] > 0) + (x[:, 1] > 0)).long()
     accelerator = Accelerator(mixed_precision="bf16")
     model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(inplace=True), nn.Linear(16, 4))
+    loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
+    model, loader = accelerator.prepare(model, loader)
     optimizer = KBFGS.as_printed(model, lr=0.3, damping=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.7)
-    loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    optimizer, schedule = accelerator.prepare(optimizer, schedule)
     phases: KBFGS = optimizer.optimizer
     losses = []
 

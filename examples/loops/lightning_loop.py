@@ -1,8 +1,8 @@
 """Lightning's manual optimization: the two phases around ``manual_backward``.
 
-Lightning wraps the optimizer; ``step`` goes through the wrapper, the phases are those of ``optimizer.optimizer``. One
-device: on several, the optimizer says that each would learn its curvature from its own share of the data. Automatic
-optimization works too: Lightning's closure repeats the batch, hooks of the module included. Needs
+Lightning wraps the optimizer; ``step`` goes through the wrapper, the phases are those of ``optimizer.optimizer``. On
+several devices it hands over the model without its wrapper, so that the optimizer is told who trains together.
+Automatic optimization works too: Lightning's closure repeats the batch, hooks of the module included. Needs
 ``pip install kfqn-ext[examples]``; run with ``python examples/loops/lightning_loop.py``.
 """
 
@@ -30,7 +30,8 @@ class Classifier(LightningModule):
         self.losses: list[float] = []
 
     def configure_optimizers(self) -> Any:
-        optimizer = KBFGS.as_printed(self.net, lr=0.3, damping=1.0)
+        group = torch.distributed.group.WORLD if self.trainer.world_size > 1 else None
+        optimizer = KBFGS.as_printed(self.net, lr=0.3, damping=1.0, process_group=group)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
-"""One markdown row a run: loss by epoch, seconds, curvature pairs and memory; and a figure of all runs.
+"""One markdown row a run: loss by epoch, seconds, curvature pairs and memory; and a figure of a few runs.
 
-    python -m examples.paper.rows runs/*.jsonl --figure runs/loss.png
+    python -m examples.paper.rows runs/*.jsonl --figure runs/loss.png --methods kbfgs kfac adam
 
 reads what ``python -m examples.paper run --out`` and ``gather`` have written; docs/results.md has rows of this kind.
 """
@@ -16,6 +16,7 @@ try:
 
     import matplotlib.pyplot as plt
 
+    from examples.paper.lines import DPI, MOST, WIDTH, log_axis, look
     from examples.paper.results import time_column
     from examples.paper.sources import logs
     from workloads.methods import METHODS
@@ -30,11 +31,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", type=Path, nargs="+")
     parser.add_argument("--figure", type=Path, help="draw the losses against epochs and seconds")
+    few = "what is drawn, at most six: of each method the run that ends lowest"
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["kbfgs"], metavar="NAME", help=few)
     options = parser.parse_args(arguments)
     runs = [run for path in options.logs for run in logs(path)]
     print(table(runs))
     if options.figure is not None:
-        draw(runs, options.figure)
+        draw(runs, options.methods, options.figure)
 
 
 def table(runs: list[list[dict[str, Any]]]) -> str:
@@ -48,26 +51,37 @@ def table(runs: list[list[dict[str, Any]]]) -> str:
     return "\n".join(lines + sorted({_machine(run) for run in runs}))
 
 
-def draw(runs: list[list[dict[str, Any]]], path: Path) -> None:
-    """Draw training loss against epochs and seconds, a line a run."""
-    figure, axes = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
+def draw(runs: list[list[dict[str, Any]]], methods: list[str], path: Path) -> None:
+    """Draw training losses, counted from the lowest of all: of each method the run that ends lowest."""
+    lines = [_lowest([run for run in runs if run[0]["cell"]["method"] == method]) for method in methods[:MOST]]
+    base = min(e["train_loss"] for run in lines for e in _losses(run))
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.9), sharey=True, layout="constrained")
     for ax, against in zip(axes, ("epoch", "seconds"), strict=True):
-        ax.set_prop_cycle(color=plt.get_cmap("tab20").colors)
-        for run in runs:
-            cell, records = run[0]["cell"], [e for e in run if e["kind"] == "epoch" and e.get("train_loss")]
-            frequency = "" if METHODS[cell["method"]].first_order else f", T {cell['update_freq']}"
-            label = f"{METHODS[cell['method']].title}, α {cell['lr']:g}{frequency}"
-            x = [e["epoch" if against == "epoch" else time_column(run[0])] for e in records]
-            ax.plot(x, [e["train_loss"] for e in records], label=label, linewidth=1.2)
-        ax.set(xlabel=against if against == "epoch" else "seconds of training", yscale="log")
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("{x:g}")
-        ax.grid(alpha=0.3, which="both")
-    axes[0].set_ylabel("training loss")
-    axes[1].legend(fontsize="small")
+        for number, run in enumerate(lines):
+            x = [e["epoch" if against == "epoch" else time_column(run[0])] for e in _losses(run)]
+            ax.plot(x, [e["train_loss"] - base for e in _losses(run)], label=_label(run), **look(number))
+        ax.set_xlabel("epochs" if against == "epoch" else "seconds of training", fontsize=9)
+        log_axis(ax)
+    axes[0].set_ylabel(f"training loss - {base:.2f}, the lowest", fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=DPI)
     plt.close(figure)
+
+
+def _lowest(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The one that ends lowest, of those with a finite loss after some epoch."""
+    return min((run for run in runs if len(_losses(run)) > 1), key=lambda run: _losses(run)[-1]["train_loss"])
+
+
+def _losses(run: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [e for e in run if e["kind"] == "epoch" and e.get("train_loss")]
+
+
+def _label(run: list[dict[str, Any]]) -> str:
+    cell = run[0]["cell"]
+    frequency = "" if METHODS[cell["method"]].first_order else f", T {cell['update_freq']}"
+    return f"{METHODS[cell['method']].title}, α {cell['lr']:g}{frequency}"
 
 
 def _row(run: list[dict[str, Any]], epochs: list[int]) -> list[str]:

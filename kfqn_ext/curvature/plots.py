@@ -9,45 +9,48 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.curvature.lazy import need
-from kfqn_ext.curvature.report import GRADIENT, HELD, CurvatureReport, LayerReport
+from kfqn_ext.curvature.report import FLOOR, GRADIENT, HELD, CurvatureReport, LayerReport
 
-_HEAT_MAPS = 8
-
-
-def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
-    """Make a figure of rows × columns axes that belongs to no window.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
-    figure = need("matplotlib.figure", "plot()").Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
+# At a page's width of 800 pixels a figure of 8 inches has letters of their nominal size.
+_WIDTH, _DPI = 8.0, 150
+_FONT = 8
+_HEAT_MAPS, _LINES = 4, 6
+# Lines are told apart without colour too; the exact block, and in tracks the first run, is black and on top.
+_STYLES: tuple[tuple[str, Any], ...] = (
+    ("black", "-"),
+    ("#d62728", "--"),
+    ("#1f77b4", "-."),
+    ("#2ca02c", ":"),
+    ("#9467bd", (0, (6, 2, 1, 2, 1, 2))),
+    ("0.6", "-"),
+)
 
 
 def save(figure: Any, path: str | Path) -> None:
     """Write a figure, making its folder where it is missing."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=_DPI)
 
 
 def plot_report(layers: Sequence[LayerReport], path: str | Path) -> None:
-    """Draw each layer's errors, matrices and spectra.
+    """Draw each layer's errors, spectra and matrices.
 
     Args:
         layers: The layers.
         path: File to write.
     """
-    heat_maps = min(_HEAT_MAPS, max(len(layer.images) for layer in layers))
-    lines = -(-heat_maps // 4)
-    figure = need("matplotlib.figure", "plot()").Figure(figsize=(17, 5.6 * len(layers)), layout="constrained")
+    has_maps = any(layer.images for layer in layers)
+    height = 3.6 + 2.3 * has_maps
+    figure = need("matplotlib.figure", "plot()").Figure(figsize=(_WIDTH, height * len(layers)), layout="constrained")
     parts = figure.subfigures(len(layers), 1, squeeze=False)[:, 0]
     for part, layer in zip(parts, layers, strict=True):
-        part.suptitle(layer.title, fontsize=11)
-        left, middle, right = part.subfigures(1, 3, width_ratios=(1.1, 1.5 if heat_maps else 0.01, 0.9))
+        part.suptitle(layer.title, fontsize=_FONT + 2)
+        above, below = part.subfigures(2, 1, height_ratios=(3.6, 2.3 if has_maps else 0.01))
+        left, right = above.subfigures(1, 2, width_ratios=(1.25, 1))
         _draw_errors(left.subplots(), layer)
-        if heat_maps:
-            _draw_heat_maps(middle, middle.subplots(lines, 4, squeeze=False).flatten(), layer)
         _draw_spectra(right.subplots(), layer)
+        if has_maps:
+            _draw_heat_maps(below, below.subplots(1, _HEAT_MAPS, squeeze=False).flatten(), layer)
     save(figure, path)
 
 
@@ -56,57 +59,82 @@ def _draw_errors(axes: Any, layer: LayerReport) -> None:
     rows = [row for row in layer.rows if math.isfinite(row.error) and row.rung != "exact block"][::-1]
     bars = axes.barh(
         [f"{row.rung}  {row.label}".rstrip() for row in rows],
-        [max(row.error, 1e-4) for row in rows],
+        [max(row.error, _LEAST) for row in rows],
         xerr=[0.0 if math.isnan(row.error_se) else row.error_se for row in rows],
-        color="#4c72b0",
+        color="#7b9cc9",
     )
     axes.set_xscale("log")
+    # Room for the numbers behind the bars.
+    axes.set_xlim(_LEAST / 2, 1e3 * max([row.error for row in rows], default=1.0))
     axes.axvline(1, color="grey", linewidth=0.8)
-    axes.bar_label(bars, [f"{row.error:.2g}" for row in rows], fontsize=7, padding=2)
-    axes.margins(x=0.15)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_xlabel("relative Frobenius error")
+    axes.bar_label(bars, [f"{row.error:.2g}" for row in rows], fontsize=_FONT, padding=2)
+    axes.tick_params(labelsize=_FONT)
+    axes.set_xlabel("relative Frobenius error", fontsize=_FONT)
+
+
+_LEAST = 1e-4
 
 
 def _draw_heat_maps(figure: Any, axes: Sequence[Any], layer: LayerReport) -> None:
     """One colour scale for all, set by the exact block: what is beyond it is shown as its end."""
-    names = _most_telling(layer)
+    names = telling(layer, list(layer.images), _HEAT_MAPS)
     scale = layer.images[names[0]].abs().flatten()
     limit = float(torch.quantile(scale, 0.995)) or float(scale.max()) or 1.0
     picture = None
     for ax, name in zip(axes, names, strict=False):
         picture = ax.imshow(layer.images[name].numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
-        ax.set_title(name, fontsize=7)
+        ax.set_title(name, fontsize=_FONT)
     for ax in axes:
         ax.set(xticks=[], yticks=[])
         ax.set_axis_off()
-    figure.colorbar(picture, ax=list(axes), shrink=0.8)
+    bar = figure.colorbar(picture, ax=list(axes), shrink=0.8, extend="both")
+    bar.ax.tick_params(labelsize=_FONT)
 
 
-def _most_telling(layer: LayerReport) -> list[str]:
-    """The exact block first and the floor last, without the rung that equals the exact block."""
-    names = [row.rung for row in layer.rows if row.rung in layer.images]
-    names = names[:1] + [row.rung for row in layer.rows[1:] if row.rung in layer.images and row.error > 1e-6]
-    return names if len(names) <= _HEAT_MAPS else [*names[: _HEAT_MAPS - 1], names[-1]]
+_TELLING = ("exact block", "A ⊗ G", HELD, FLOOR, "(A + λ_A I) ⊗ (G + λ_G I)", "Gauss-Newton")
+
+
+def telling(layer: LayerReport, names: Sequence[str], most: int) -> list[str]:
+    """The rungs to show where not all can be: the exact block, the paper's, what is held, and the floor.
+
+    Args:
+        layer: The layer.
+        names: Rungs that can be shown.
+        most: How many.
+
+    Returns:
+        At most so many, in the order of the ladder; none that equals the exact block, which would hide it.
+    """
+    errors = {row.rung: row.error for row in layer.rows}
+    shown = [name for name in names if name == "exact block" or not errors.get(name, 0.0) <= 1e-6]
+
+    def rank(name: str) -> int:
+        return next((i for i, part in enumerate(_TELLING) if part in name), len(_TELLING))
+
+    kept = sorted(shown, key=rank)[:most]
+    return [name for name in shown if name in kept]
 
 
 def _draw_spectra(axes: Any, layer: LayerReport) -> None:
-    """Eigenvalues by rank, positive and negative ones as separate curves of their absolute value."""
+    """Eigenvalues by rank on log axes, the negative ones as thin curves of their absolute value."""
     largest = max((float(values.abs().max()) for values in layer.spectra.values()), default=1.0) or 1.0
-    colours = need("matplotlib", "plot()").colormaps["tab20"]
-    # A rung that equals the exact block would hide it.
-    shown = {row.rung for row in layer.rows if row.rung == "exact block" or row.error > 1e-6}
-    for i, (name, values) in enumerate((name, v) for name, v in layer.spectra.items() if name in shown):
-        colour = "black" if name == "exact block" else colours((i - 1) % 20)
-        positive, negative = _sides(values)
-        axes.plot(range(1, len(positive) + 1), positive, color=colour, label=name, linewidth=1.2)
-        axes.plot(range(1, len(negative) + 1), negative, color=colour, linestyle=":", linewidth=1.2)
+    for name, (colour, style) in zip(telling(layer, list(layer.spectra), _LINES), _STYLES, strict=False):
+        positive, negative = _sides(layer.spectra[name])
+        top = 3 if name == "exact block" else 2
+        axes.plot(_ranks(positive), positive, linestyle=style, color=colour, label=name, linewidth=1.8, zorder=top)
+        axes.plot(_ranks(negative), negative, linestyle=style, color=colour, linewidth=0.8, zorder=top)
+    axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylim(largest * 1e-7, largest * 2)
-    axes.set_xlabel("rank")
-    axes.set_title("eigenvalues; dotted: absolute values of negative ones", fontsize=8)
+    axes.tick_params(labelsize=_FONT)
+    axes.set_xlabel("rank", fontsize=_FONT)
+    axes.set_title("eigenvalues; thin: minus the negative ones", fontsize=_FONT)
     if axes.lines:
-        axes.legend(fontsize=6)
+        axes.legend(fontsize=_FONT, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
+
+
+def _ranks(values: Sequence[float]) -> range:
+    return range(1, len(values) + 1)
 
 
 def _sides(values: Tensor) -> tuple[list[float], list[float]]:
@@ -123,10 +151,11 @@ TRACKED = {
     "angle": "angle to Newton's direction, °",
     "share": "share of Newton's decrease",
 }
+_ACROSS = 3
 
 
 def plot_tracks(tracks: Mapping[str, Sequence[tuple[int, CurvatureReport]]], path: str | Path) -> None:
-    """Draw how the held H_A and H_G came along in one or several training runs, one row of pictures a layer.
+    """Draw how the held H_A and H_G came along in one or several training runs, three pictures in a row.
 
     Args:
         tracks: Reports by step, as ``CurvatureTracker.reports``, by the run's name.
@@ -140,21 +169,45 @@ def plot_tracks(tracks: Mapping[str, Sequence[tuple[int, CurvatureReport]]], pat
     names = list(dict.fromkeys(layers))
     if not names:
         raise ValueError("Nothing was measured yet: call the tracker after each step.")
-    figure, axes = new_figure(len(names), len(TRACKED), 3.4 * len(TRACKED), 3.1 * len(names))
-    for line, name in zip(axes, names, strict=True):
-        for ax, (quantity, title) in zip(line, TRACKED.items(), strict=True):
-            for i, (run, reports) in enumerate(tracks.items()):
-                _draw_track(ax, reports, name, quantity, f"C{i}", run)
-            ax.set_title(f"{name}: {title}", fontsize=9)
-            ax.set_xlabel("step", fontsize=8)
-            if quantity.endswith("error"):
-                ax.set_yscale("log")
-    axes[0, 0].legend(fontsize=7)
+    rows = -(-(len(TRACKED) + 1) // _ACROSS)  # one place is the legend's
+    figure = need("matplotlib.figure", "plot()").Figure(figsize=(_WIDTH, 2.2 * rows * len(names)), layout="constrained")
+    parts = figure.subfigures(len(names), 1, squeeze=False)[:, 0]
+    for part, name in zip(parts, names, strict=True):
+        part.suptitle(f"layer {name}", fontsize=_FONT + 2)
+        places = part.subplots(rows, _ACROSS, squeeze=False).flatten()
+        for ax, (quantity, title) in zip(places, TRACKED.items(), strict=False):
+            _draw_quantity(ax, tracks, name, quantity, title)
+        for ax in places[len(TRACKED) :]:
+            ax.set_axis_off()
+        places[len(TRACKED)].legend(*places[0].get_legend_handles_labels(), fontsize=_FONT, loc="center", frameon=False)
     save(figure, path)
 
 
+def _draw_quantity(
+    ax: Any, tracks: Mapping[str, Sequence[tuple[int, CurvatureReport]]], layer: str, quantity: str, title: str
+) -> None:
+    """One number of all runs; the first run is drawn on top."""
+    for i, (run, reports) in enumerate(tracks.items()):
+        _draw_track(ax, reports, layer, quantity, _STYLES[i % len(_STYLES)][0], _MARKERS[i % len(_MARKERS)], run)
+    ax.set_title(title, fontsize=_FONT)
+    ax.set_xlabel("step", fontsize=_FONT)
+    ax.tick_params(labelsize=_FONT)
+    if quantity.endswith("error"):
+        ax.set_yscale("log")
+        ax.yaxis.set_minor_formatter(need("matplotlib.ticker", "plot()").NullFormatter())
+
+
+_MARKERS = ("o", "s", "^", "v", "D", "x")
+
+
 def _draw_track(
-    ax: Any, reports: Sequence[tuple[int, CurvatureReport]], layer: str, quantity: str, colour: str, run: str
+    ax: Any,
+    reports: Sequence[tuple[int, CurvatureReport]],
+    layer: str,
+    quantity: str,
+    colour: str,
+    marker: str,
+    run: str,
 ) -> None:
     """Solid: what the optimizer holds. Dotted: gradient descent with the same λ, for H_G I / λ_G: the mark to beat."""
     beside = ("start_G_error", HELD) if quantity == "H_G_error" else (quantity, GRADIENT)
@@ -167,4 +220,6 @@ def _draw_track(
         ]
         points = [(step, value) for step, value in points if math.isfinite(value)]
         if points:
-            ax.plot(*zip(*points, strict=True), style, color=colour, label=run if held else None, linewidth=1.3)
+            look = {"marker": marker, "markersize": 3.5} if held else {}
+            line = {"color": colour, "label": run if held else None, "linewidth": 1.4 if held else 1.0, **look}
+            ax.plot(*zip(*points, strict=True), style, **line)

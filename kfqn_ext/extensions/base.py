@@ -2,7 +2,7 @@
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -87,6 +87,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         )
         self.reduction = reduction
         self.accumulate = accumulate
+        self.has_gradient: Callable[[nn.Module], bool] = lambda module: cast(Tensor, module.weight).grad is not None
+        """Whether a layer's weight has a gradient: its module may hold another than the one that is kept."""
         self._only = None if modules is None else WeakSet(modules)
         self.saw_empty_batch = False
         self.saw_half = False
@@ -218,7 +220,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         return not self.accumulate or self._is_cleared(module)
 
     def _is_cleared(self, module: nn.Module) -> bool:
-        return self.follows_grad and cast(Tensor, module.weight).grad is None
+        return self.follows_grad and not self.has_gradient(module)
 
     def _forget(self, module: nn.Module) -> None:
         result, weight = self._results.pop(module).result, module._parameters.get("weight")

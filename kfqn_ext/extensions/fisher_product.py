@@ -1,6 +1,6 @@
 """Products with a layer's Fisher factor Γ, which is not formed: the output side of K-BFGS from a single pass."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Annotated
@@ -9,12 +9,44 @@ import torch
 from torch import Tensor, nn
 
 from kfqn_ext.extensions.base import LayerExtension
-from kfqn_ext.extensions.pooling import SQUARES, combined, over
-from kfqn_ext.extensions.shown import Shown
+from kfqn_ext.extensions.pooling import SQUARES, Mean, Pooling, combined, over
+from kfqn_ext.extensions.shown import Shown, described
 from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling
 
 OutputProbe = Callable[[nn.Module], tuple[Tensor, Tensor] | None]
 """``f(module) -> (s, kept)``: a direction, and what is handed on with the result; None for none of them."""
+
+
+@dataclass(frozen=True, repr=False)
+class FisherOperator:
+    """Γ of the batches that a layer saw, never formed: use :meth:`times`.
+
+    Attributes:
+        geometry: The layer.
+        gradients: Of the loss by its outputs, one tensor a call.
+        weights: What the sum over data and locations of each counts in Γ.
+    """
+
+    geometry: LayerGeometry
+    gradients: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def joined(cls, parts: Sequence["FisherOperator"], weights: Callable[[Mean], list[float]]) -> "FisherOperator":
+        """Γ of the batches of all parts together, of one layer."""
+        gradients = tuple(g for part in parts for g in part.gradients)
+        scaled = zip(parts, weights(SQUARES), strict=True)
+        return cls(parts[0].geometry, gradients, tuple(w * share for part, share in scaled for w in part.weights))
+
+    def __repr__(self) -> str:
+        """Describe the shapes of what Γ is made of."""
+        return f"FisherOperator(of {', '.join(map(described, self.gradients))})"
+
+    def times(self, s: Tensor) -> Tensor:
+        """Γ s in the precision that is set: [*B, d_out, k] → the same."""
+        pairs = list(zip(self.gradients, self.weights, strict=True))
+        products = [self.geometry.gram_outputs_product(g, s.to(g.dtype)) * weight for g, weight in pairs]
+        return sum(products[1:], start=products[0])
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,6 +60,7 @@ class FisherProduct(Shown):
         num_data: N.
         num_locations: |T|; an average where calls of one layer had different numbers.
         kept: What the probe has handed on.
+        operator: Γ, where s waits for the end of the pass: s and Γ s are zero then.
     """
 
     s: Annotated[Tensor, combined(itemgetter(0))]
@@ -36,6 +69,7 @@ class FisherProduct(Shown):
     num_data: int
     num_locations: float
     kept: Annotated[Tensor | None, combined(itemgetter(0))] = None
+    operator: Annotated[FisherOperator | None, Pooling(FisherOperator.joined)] = None
 
 
 class FisherProducts(LayerExtension[FisherProduct]):
@@ -67,6 +101,8 @@ class FisherProducts(LayerExtension[FisherProduct]):
         """
         super().__init__(reduction, subsampling, accumulate, modules)
         self.output_probe = probe
+        self.late = False
+        """Whether results hold gradients by outputs and Γ, for directions that are not known in the pass."""
 
     @classmethod
     def blank(cls, geometry: LayerGeometry, like: Tensor) -> FisherProduct:  # noqa: D102
@@ -90,11 +126,13 @@ class FisherProducts(LayerExtension[FisherProduct]):
         geometry, g = layer.geometry, layer.g
         mean = layer.grad_scale**2 / (layer.num_data * layer.num_locations)
         squares = torch.linalg.vector_norm(geometry.outputs(g), dim=(0, 1, -1)).square()
+        Gamma = FisherOperator(geometry, (g,), (mean,))
         return FisherProduct(
-            s=s,
-            Gamma_s=geometry.gram_outputs_product(g, s) * mean,
+            s=torch.zeros_like(s) if self.late else s,
+            Gamma_s=torch.zeros_like(s) if self.late else Gamma.times(s),
             trace=squares * (mean / geometry.d_out),
             num_data=layer.num_data,
             num_locations=layer.num_locations,
             kept=kept,
+            operator=Gamma if self.late else None,
         )

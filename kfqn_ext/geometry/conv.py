@@ -3,7 +3,8 @@
 Two facts carry the file. The inner products ``a_tᵀ s`` at all locations are a convolution with the one filter s, and
 ``Σ_t u_t a_t`` is the gradient of that filter when u is the gradient of its output. Both are exact for every
 stride, dilation, padding and group count, because they are the layer's own arithmetic. With many channels, matrix
-products do the same for less (``conv_product``), and form A (``conv_gram``, ``conv_lines``).
+products do the same for less on a CPU (``conv_product``), and form A (``conv_gram``, ``conv_lines``). These are many
+small operations. Where each is a launch, A s stays a convolution, and A comes from patches.
 """
 
 import math
@@ -30,6 +31,13 @@ _WEIGHT_GRAD: dict[int, Callable[..., Tensor]] = {
 }
 # A needs no care where its patches fit in a CPU's cache (2 MiB in float32): the other ways take more calls.
 _FEW_NUMBERS = 2**19
+# At most this many numbers of patches at a time where they are written out for few launches (256 MiB in float32).
+_PATCH_BUDGET = 2**26
+
+
+def launches_count(x: Tensor) -> bool:
+    """Whether many small operations cost more than they save: on every device but a CPU, each is a launch."""
+    return x.device.type != "cpu"
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,8 @@ class ConvGeometry(LayerGeometry):
         x, padding = self._prepare(x)
         s = s.reshape(self.groups, self.d_in, -1)
         constant = s[:, inner] if self.has_bias else torch.zeros_like(s[:, 0])
-        product = self._shifted_product if self._shifts_pay() else self._convolved_product
+        by_shifts = self._shifts_pay() and not launches_count(x)
+        product = self._shifted_product if by_shifts else self._convolved_product
         As, sum_u = product(x, padding, s[:, :inner], constant)
         if self.has_bias:
             As = torch.cat((As, sum_u.unsqueeze(1)), dim=1)
@@ -162,8 +171,11 @@ class ConvGeometry(LayerGeometry):
         num_data, inner = x.shape[0], self.inner
         padded, padding = self._prepare(x)
         num_locations = torch.Size(self._locations(padded, padding)).numel()
-        if num_data * num_locations * self.groups * self.d_in <= _FEW_NUMBERS:
+        numbers = num_data * num_locations * self.groups * self.d_in
+        if numbers <= _FEW_NUMBERS:
             return super().gram(x)
+        if launches_count(x):
+            return self._gram_of_patches(x, max(1, num_data * _PATCH_BUDGET // numbers))
         A = x.new_empty(self.groups, self.d_in, self.d_in)
         block = A[:, :inner, :inner]
         if self._correlations_pay():
@@ -173,6 +185,13 @@ class ConvGeometry(LayerGeometry):
         if self.has_bias:
             A[:, inner] = A[:, :, inner] = num_data * num_locations * self.mean_patch(x).reshape(self.groups, -1)
         return self._block_view(A.div_(num_data))
+
+    def _gram_of_patches(self, x: Tensor, at_a_time: int) -> Tensor:
+        """A from patches of so many data at a time."""
+        A = x.new_zeros(*self.blocks, self.d_in, self.d_in)
+        for part in torch.split(x, at_a_time):
+            A.add_(super().gram(part), alpha=len(part) / len(x))
+        return A
 
     def _correlations_pay(self) -> bool:
         """Whether A costs less by correlations, which are fewer but smaller products than those of lines.

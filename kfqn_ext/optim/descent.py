@@ -31,6 +31,8 @@ GradNorms = Mapping[Tensor, Tensor]
 Gradients = Mapping[Tensor, Tensor]
 """Of each parameter that has one: whole where its layer moves here, else what is here of it."""
 Shrinks = Mapping[Tensor, Rate]
+Parts = Sequence[tuple[Tensor, Tensor]]
+"""Parameters of a layer with views of their entries in a matrix like W, each shaped like its parameter."""
 # A momentum shrinks to 0.005 of itself in so many steps at β = 0.9: far from subnormal, at no cost worth a mention.
 _FLUSH_EVERY = 50
 
@@ -62,14 +64,14 @@ def descend(
         owners: Who finds the moves of layers with curvature.
     """
     gate, shrinks, shared = Gate(finite), _shrinks(groups), _shared(groups, state, plan, owners)
-    grads = _gradients(groups, plan, owners)
+    grads, parts = _gradients(groups, plan, owners), _parts_of_momenta(groups, state, plan, owners)
     for group in groups:
-        _forget(_idle_momenta(group, state, plan, owners), gate)
-        _accumulate(list(_momenta(group, state, plan, owners, grads)), group, gate)
+        _forget(_idle_momenta(group, parts), gate)
+        _accumulate(list(_momenta(group, state, plan, parts, grads)), group, gate)
     ready: list[_Ready] = []
     moves: list[Move] = []
     for group in groups:
-        layers, others = _apart(group, state, plan, recipe.others, direction, grad_norms, owners, grads)
+        layers, others = _apart(group, state, plan, recipe.others, direction, grad_norms, parts, grads)
         ready += layers
         moves += _moves_of_others(others, group, recipe.others, shrinks, gate)
     moves += _moves_of_layers(ready, recipe.length, shrinks, gate)
@@ -88,26 +90,30 @@ def _gradients(groups: Sequence[Group], plan: Plan, owners: Owners) -> Gradients
     return owners.gradients(found, [plan.layers[p] for group in groups for p in group["params"] if p in plan.layers])
 
 
+def _parts_of_momenta(
+    groups: Sequence[Group], state: Mapping[Tensor, State], plan: Plan, owners: Owners
+) -> dict[Tensor, Parts]:
+    """Of each layer that moves here, by its weight, the momentum of its parameters."""
+    layers = [plan.layers[p] for group in groups for p in group["params"] if p in plan.layers]
+    here = [layer for layer in layers if _moves_here(layer, state, owners)]
+    return {layer.weight: _parts(layer, momentum(layer, state[layer.weight])) for layer in here}
+
+
 def _momenta(
-    group: Group, state: Mapping[Tensor, State], plan: Plan, owners: Owners, grads: Gradients
+    group: Group, state: Mapping[Tensor, State], plan: Plan, parts: Mapping[Tensor, Parts], grads: Gradients
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Each gradient of a group, after the part of the momentum that it belongs to."""
     for p in group["params"]:
-        layer = plan.layers.get(p)
-        if layer is None:
-            if p not in plan.covered and p in grads:
-                yield as_real(rows_of(_momentum_of(p, state[p]))), as_real(grads[p])
-        elif _moves_here(layer, state, owners):
-            for q, part in _moving_parts(layer, momentum(layer, state[p])):
-                yield part, grads[q]
+        if p in parts:
+            yield from ((part, grads[q]) for q, part in _moving_parts(parts[p]))
+        elif p not in plan.layers and p not in plan.covered and p in grads:
+            yield as_real(rows_of(_momentum_of(p, state[p]))), as_real(grads[p])
 
 
-def _idle_momenta(group: Group, state: Mapping[Tensor, State], plan: Plan, owners: Owners) -> Iterator[Tensor]:
+def _idle_momenta(group: Group, parts: Mapping[Tensor, Parts]) -> Iterator[Tensor]:
     """Parts of a group's momenta whose parameter has no gradient, though its layer has one."""
     for p in group["params"]:
-        layer = plan.layers.get(p)
-        if layer is not None and _moves_here(layer, state, owners):
-            yield from (part for q, part in _parts(layer, momentum(layer, state[p])) if q.grad is None)
+        yield from (part for q, part in parts.get(p, ()) if q.grad is None)
 
 
 def _momentum_of(p: Tensor, state: State) -> Tensor:
@@ -137,13 +143,12 @@ def _moving(layer: Layer) -> list[Tensor]:
     return [p for p in (layer.weight, layer.bias) if p is not None and p.grad is not None]
 
 
-def _moving_parts(layer: Layer, W: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Parameters of a layer that have a gradient, each with its part of a matrix like W."""
-    return [(p, part) for p, part in _parts(layer, W) if p.grad is not None]
+def _moving_parts(parts: Parts) -> Parts:
+    """Those of parameters that have a gradient."""
+    return [(p, part) for p, part in parts if p.grad is not None]
 
 
-def _parts(layer: Layer, W: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Parameters of a layer with views of their entries in a matrix like W, each shaped like its parameter."""
+def _parts(layer: Layer, W: Tensor) -> Parts:
     weight, bias = layer.geometry.columns(W, layer.weight.shape)
     parts = [(layer.weight, weight)]
     if layer.bias is not None and bias is not None:
@@ -191,6 +196,7 @@ class _Ready:
     layer: Layer
     group: Group
     step: Step
+    momenta: Parts
 
 
 def _apart(
@@ -200,7 +206,7 @@ def _apart(
     rule: Others,
     direction: Direction,
     grad_norms: GradNorms,
-    owners: Owners,
+    parts: Mapping[Tensor, Parts],
     grads: Gradients,
 ) -> tuple[list[_Ready], list[Other]]:
     """What of a group moves: layers along H_G M H_A, and parameters that have no such direction."""
@@ -210,17 +216,16 @@ def _apart(
         if layer is None:
             if p not in plan.covered and p in grads:
                 others.append(Other(p, grads[p], _momentum_of(p, state[p]), state[p]))
-        elif _moves_here(layer, state, owners):
-            M = momentum(layer, state[p])
+        elif p in parts:
+            M, momenta = momentum(layer, state[p]), _moving_parts(parts[p])
             P = direction(layer, group, M)
             if P is None:
-                others += [Other(q, grads[q], part, state[q]) for q, part in _moving_parts(layer, M)]
+                others += [Other(q, grads[q], part, state[q]) for q, part in momenta]
             else:
-                parts = [q for q, _ in _moving_parts(layer, M)]
-                for q in parts:
+                for q, _ in momenta:
                     rule.forget(state.get(q, {}))
-                norms = [grad_norms[q] for q in parts]
-                layers.append(_Ready(layer, group, Step(P, M, norms, group["momentum"], state[p])))
+                norms = [grad_norms[q] for q, _ in momenta]
+                layers.append(_Ready(layer, group, Step(P, M, norms, group["momentum"], state[p]), momenta))
         else:
             for q in _moving(layer):
                 rule.forget(state.get(q, {}))
@@ -257,6 +262,6 @@ def _moves_of_layers(ready: Sequence[_Ready], rule: StepLength, shrinks: Shrinks
 
 
 def _moves_of_layer(one: _Ready, rate: Rate, shrinks: Shrinks) -> Iterator[Move]:
-    parts = zip(_moving_parts(one.layer, one.step.direction), _moving_parts(one.layer, one.step.momentum), strict=True)
-    for (p, part), (_, M) in parts:
+    directions = _moving_parts(_parts(one.layer, one.step.direction))
+    for (p, part), (_, M) in zip(directions, one.momenta, strict=True):
         yield Move(p, part, M, rate, rate, shrinks[p])

@@ -18,6 +18,7 @@ class Gate:
         """``finite``, bool [], says whether the batch is."""
         self.finite = finite
         self._chosen: dict[Any, tuple[Rate, Tensor]] = {}
+        self._numbers: dict[Any, Tensor] = {}
 
     def choose(self, value: Rate, otherwise: float, like: Tensor) -> Tensor:
         """``value``, or ``otherwise`` where the batch is not finite: [], in the dtype in which it is used."""
@@ -25,14 +26,17 @@ class Gate:
         key = (id(value) if isinstance(value, Tensor) else value, otherwise, like.dtype, like.device)
         if key not in self._chosen:
             # Not masked_fill, for which a GPU makes the host wait where the value is a tensor.
-            chosen = value.reshape(()).to(like) if isinstance(value, Tensor) else _number(value, like)
-            self._chosen[key] = value, torch.where(self.finite.to(like.device), chosen, _number(otherwise, like))
+            chosen = value.reshape(()).to(like) if isinstance(value, Tensor) else self._number(value, like)
+            other = self._number(otherwise, like)
+            self._chosen[key] = value, torch.where(self.finite.to(like.device), chosen, other)
         return self._chosen[key][1]
 
     def closed(self, like: Tensor) -> Tensor:
         """Whether the batch is not finite, bool [], where a tensor is."""
         return ~self.finite.to(like.device)
 
-
-def _number(value: float, like: Tensor) -> Tensor:
-    return torch.full((), value, dtype=like.dtype, device=like.device)
+    def _number(self, value: float, like: Tensor) -> Tensor:
+        key = value, like.dtype, like.device
+        if key not in self._numbers:
+            self._numbers[key] = torch.full((), value, dtype=like.dtype, device=like.device)
+        return self._numbers[key]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self, Unpack
 
-from kfqn_ext._torch import accumulates_gradient_of, rest, rows_of
+from kfqn_ext._torch import accumulates_gradient_of, finder_of_gradients, is_divided, rest, rows_of
 from kfqn_ext.extensions import KBFGSQuantities, LayerExtension, extend, listen
 from kfqn_ext.linalg.operators import Inverses
 from kfqn_ext.linalg.splits import LARGE_EPSILON, is_relative
@@ -27,7 +27,7 @@ from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
 from kfqn_ext.optim.passes.passes import Passes
-from kfqn_ext.optim.passes.ranks import OneProcess, ranks_of
+from kfqn_ext.optim.passes.ranks import Chosen, OneProcess, ranks_of
 from kfqn_ext.optim.passes.snapshot import left_as_it_was
 from kfqn_ext.optim.preconditioner import checkpoint
 from kfqn_ext.optim.preconditioner.block import empty_other, is_empty, is_started, leave_to_another, start_empty
@@ -163,6 +163,7 @@ class KroneckerOptimizer(Optimizer):
         checks.options(step_cap, fraction, recipe)
         is_shared = options["shard_state"] or ranks.rows is not None
         owners = Owners(recipe, ranks if is_shared else OneProcess(), ranks.rows)
+        makers = owners if is_shared else Owners(recipe, ranks)
         if is_shared and ranks.several:
             checks.can_be_sharded(recipe, type(self).__name__, ranks.rows is not None)
         KBFGSQuantities(reduction=reduction)  # raises on a wrong reduction, before the model is extended
@@ -186,7 +187,7 @@ class KroneckerOptimizer(Optimizer):
         self._bad_batches = LateWarning("A batch had a gradient, or a loss, that is not finite; it changed nothing.")
         self._bad_second_passes = LateWarning("A second pass was not finite; nothing was learned from it.")
         self._passes = Passes(model, recipe, reduction, fraction, ranks)
-        self._preconditioner = Preconditioner(recipe, self._warn_once, owners)
+        self._preconditioner = Preconditioner(recipe, self._warn_once, owners, makers)
         self._schedules = [take_schedules(group, 0) for group in self.param_groups]
         for group in self.param_groups:
             check_group(group)
@@ -303,7 +304,7 @@ class KroneckerOptimizer(Optimizer):
             return
         if it.first:
             ranks.check_gradient(torch.linalg.vector_norm(torch.stack([n.double() for n in grad_norms.values()])))
-        it.first, it.normalizers = self._passes.pool_first(it.first, self._directions_A, it.normalizers)
+        it.first, it.normalizers = self._passes.pool_first(it.first, self._directions, it.normalizers)
         it.loss = None if it.loss is None else ranks.mean(it.loss)
 
     def _ready(self) -> Iteration | None:
@@ -404,7 +405,7 @@ class KroneckerOptimizer(Optimizer):
         trained, due, fresh = self._trained()
         learner, fraction = self._preconditioner, self._passes.fraction
         parameters = self._parameters()
-        wanted, probes = learner.wanted_first(due, fresh), Probes(self._probe_A, self._probe_G, keep_inputs)
+        wanted, probes = learner.wanted_first(due, fresh), self._probes(keep_inputs)
         with (
             self._passes.first(wanted, probes, parameters, loss_scale, may_repeat=bool(due or fresh)) as first,
             learner.normalized.look(self._model, due) as normalizers,
@@ -417,7 +418,6 @@ class KroneckerOptimizer(Optimizer):
 
     def _begin(self) -> None:
         """Leave the minibatch before behind."""
-        self._check_places()
         checks.hooks(self._planned.layers.values(), type(self).__name__)
         self._forget_empty_state()
         self._follow_parameters()
@@ -438,14 +438,15 @@ class KroneckerOptimizer(Optimizer):
         self._preconditioner.normalized.begin(bool(due))
         return trained, due, [b for b in trained if not is_started(b)]
 
+    def _probes(self, keep_inputs: bool = False) -> Probes:
+        return Probes(self._probe_A, self._probe_G, keep_inputs, self._preconditioner.late_G)
+
     def _probe_A(self, module: nn.Module, a_bar: Tensor) -> Tensor | None:
         weight: Any = module.weight
         return self._preconditioner.probe_A(self.state.get(weight, {}), a_bar)
 
-    def _directions_A(self, a_bars: Mapping[nn.Module, Tensor]) -> dict[nn.Module, Tensor | None]:
-        blocks = {block.layer.module: block for block in self._blocks()}
-        found = self._preconditioner.directions_A([(blocks[module], a_bar) for module, a_bar in a_bars.items()])
-        return dict(zip(a_bars, found, strict=True))
+    def _directions(self, first: Results) -> dict[nn.Module, Chosen]:
+        return self._preconditioner.directions(self._blocks(), first, self.param_groups[0]["step"] + 1)
 
     def _probe_G(self, module: nn.Module) -> tuple[Tensor, Tensor] | None:
         weight: Any = module.weight
@@ -457,21 +458,31 @@ class KroneckerOptimizer(Optimizer):
         It counts where it adds to the layer's ``.grad``, from which the next step will come: no evaluation does, and no
         ``autograd.grad``. Several passes accumulate, as ``.grad`` does.
         """
-        weight: Any = module.weight
+        held: Any = module.weight
+        weight = self._planned.weights.get(module)
         waiting = self._passes.listening.is_paused or self._iteration is not None
-        if waiting or weight not in self._planned.layers or not accumulates_gradient_of(weight):
+        if waiting or weight is None or not (weight is held or is_divided(weight)) or not accumulates_gradient_of(held):
             return ()
         return self._passes.listening.measurement(self._begin_listening).extensions
 
     def _begin_listening(self) -> Measurement:
+        has_rows = self._passes.ranks.rows is not None
+        if not has_rows:  # else the layers of the pass that runs have gathered weights
+            self._check_places()
         self._begin()
         _, due, fresh = self._trained()
         wanted = self._preconditioner.wanted_first(due, fresh)
-        return self._passes.measurement(wanted, Probes(self._probe_A, self._probe_G))
+        measurement = self._passes.measurement(wanted, self._probes())
+        if has_rows:
+            has_gradient = finder_of_gradients(self._model)
+            for ext in measurement.extensions:
+                ext.has_gradient = has_gradient
+        return measurement
 
     def _take_heard(self) -> None:
         """Make the minibatch of what was heard, where no other is waiting for its step."""
         checks.hooks(self._planned.layers.values(), type(self).__name__)
+        rest(self._model)
         heard = self._passes.listening.take()
         if heard is not None and self._iteration is None:
             checks.processes(self, self._passes.ranks.is_chosen)
@@ -709,7 +720,7 @@ class KroneckerOptimizer(Optimizer):
         plan = make_plan(self._model, group_of, None if self._plan is None else self._plan.names)
         check_split(self.param_groups, plan.split)
         checks.hooks(plan.layers.values(), type(self).__name__)
-        self._preconditioner.owners.assign(plan.layers)
+        self._preconditioner.assign(plan.layers)
         return plan
 
     @property

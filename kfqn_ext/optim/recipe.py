@@ -90,6 +90,12 @@ class Recipe:
         return any(type(rule).update_inverse is not Inverse.update_inverse for rule in self._rules)
 
     @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The names of it in a state; none where a rule does not tell."""
+        rules = [rule for rule in self._rules if type(rule).update_inverse is not Inverse.update_inverse]
+        return tuple(name for rule in rules for name in rule.recomputed) if all(r.recomputed for r in rules) else ()
+
+    @property
     def _rules(self) -> tuple[Inverse, Inverse]:
         return self.input_inverse, self.output_inverse
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import compare, floors, memory, profile, rounding, scaling, tried, turns, ways
+from benchmarks import compare, floors, memory, options, profile, rounding, scaling, tried, turns, ways
 from benchmarks.contenders import CONTENDERS, Contender, every, every_two
 from benchmarks.problems import PROBLEMS, QUICK, Setup, set_up
 from benchmarks.ready import Ready
@@ -39,6 +40,11 @@ def written(directory: Path, render: Callable[[dict], str], shown: str) -> dict:
     """The numbers, which are those of the tables that were shown, beside a figure."""
     assert next((directory / "out").glob("figure*.png")).read_bytes().startswith(b"\x89PNG")
     return logged(directory / "out/numbers.json", render, shown)
+
+
+def shown_by(program: Any) -> Callable[[dict], str]:
+    """What a program makes of its numbers, as the page shows it."""
+    return partial(options.text, render=program.render)
 
 
 def logged(path: Path, render: Callable[[dict], str], shown: str) -> dict:
@@ -74,7 +80,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     scaling.main(arguments(tmp_path))
     shown = capsys.readouterr().out
-    results = written(tmp_path, scaling.render, shown)
+    results = written(tmp_path, shown_by(scaling), shown)
     assert list(results["sweeps"]) == ["batch", "width", "locations", "layers"]
     assert results["sweeps"]["batch"]["parts"]["additional pass"]["table_5"] == pytest.approx(1.0)
     assert "| locations 64 to 256 |" in shown
@@ -85,7 +91,7 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 def test_profile(tmp_path: Path, capsys: pytest.CaptureFixture, method: str) -> None:
     profile.main(arguments(tmp_path, "--problem", "autoencoder", "--method", method))
     shown = capsys.readouterr().out
-    (parts,) = written(tmp_path, profile.render, shown)["seconds"].values()
+    (parts,) = written(tmp_path, shown_by(profile), shown)["seconds"].values()
     assert parts["gradient"] > 0
     assert all(part in shown for part in parts)
     if method != "sgdm":
@@ -223,7 +229,7 @@ def test_what_rounding_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     log = tmp_path / "log.json"
     rounding.main(["--problem", "digits", "--steps", "5", "--docs", str(docs), "--json", str(log)])
     shown = capsys.readouterr().out
-    logged(log, rounding.render, shown)
+    logged(log, shown_by(rounding), shown)
     rows = [line for line in shown.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 6 and all(row in docs.read_text() for row in rows)
     for row in rows:
@@ -235,7 +241,7 @@ def test_what_rounding_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
 def test_what_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     tried.main(["--quick", "--json", str(tmp_path / "log.json")])
     shown = capsys.readouterr().out
-    logged(tmp_path / "log.json", tried.render, shown)
+    logged(tmp_path / "log.json", shown_by(tried), shown)
     rows = [line.strip("|").split("|") for line in shown.splitlines() if line[:3] in ("| 6", "| 1")]
     assert [row[0].strip() for row in rows] == ["64×577", "10 of 16×145"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
@@ -245,7 +251,7 @@ def test_what_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 def test_ways_to_products(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     ways.main(["--batch", "2", "--json", str(tmp_path / "log.json")])
     shown = capsys.readouterr().out
-    logged(tmp_path / "log.json", ways.render, shown)
+    logged(tmp_path / "log.json", shown_by(ways), shown)
     rows = [line.strip("|").split("|") for line in shown.splitlines() if "×" in line]
     assert len(rows) == len(ways.SIZES)
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
@@ -254,7 +260,7 @@ def test_ways_to_products(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
 @pytest.mark.usefixtures("one_thread")
 def test_floors(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     floors.main(["--quick", "--device", "cpu", "--turns", "2", "--json", str(tmp_path / "log.json")])
-    found = logged(tmp_path / "log.json", floors.render, capsys.readouterr().out)["floors"]
+    found = logged(tmp_path / "log.json", shown_by(floors), capsys.readouterr().out)["floors"]
     assert set(found) == {floor.row for floor in floors.FLOORS}
     for ratios in found.values():
         assert 1 < ratios["floor"] < ratios["measured"]

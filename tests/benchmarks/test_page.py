@@ -1,32 +1,36 @@
 """What docs/performance.md says is what the logs in results/, the networks' sizes and the code say."""
 
+import argparse
 import json
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import floors, profile, report, rounding, scaling, tried, ways
+from benchmarks import options, page, report
 from benchmarks.problems import PROBLEMS, set_up
+from benchmarks.scaling import SWEEPS, size, upper_half
 from benchmarks.targets import TARGETS, row
+from benchmarks.time_to_loss import report as time_to_loss
 from workloads.cost_formulas import Frequencies, multiplications, state_numbers
 from workloads.layer_sizes import LayerSize, layer_sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/performance.md").read_text()
 WORDS = " ".join(PAGE.split())
-PARTS = {
+PROGRAMS = {name: import_module(f"benchmarks.{name}") for name in page.PARTS}
+PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "bench": report.render,
-    "profile": profile.render,
-    "scaling": scaling.render,
-    "floors": floors.render,
-    "ways": ways.render,
-    "tried": tried.render,
-    "rounding": rounding.render,
+    "time to loss": partial(options.text, render=time_to_loss.render),
+    **{name: partial(options.text, render=program.render) for name, program in PROGRAMS.items()},
 }
-FILES = {part: ROOT / "results" / f"benchmarks-{part}.jsonl" for part in PARTS}
-FILES["bench"] = ROOT / "results" / "benchmarks.jsonl"
+FILES = {name: ROOT / page.log(name) for name in page.PARTS}
+FILES |= {"bench": ROOT / "results/benchmarks.jsonl", "time to loss": ROOT / "results/time-to-loss.jsonl"}
 LOGS = {part: json.loads(file.read_text()) for part, file in FILES.items() if file.exists()}
 
 
@@ -85,8 +89,8 @@ def test_targets_are_those_of_the_logs() -> None:
 def test_exponents_are_labelled_with_the_sizes_that_they_are_fitted_to() -> None:
     labels = [line.strip("| ").split(" | ")[0] for line in block("scaling").splitlines() if " to " in line]
     expected = []
-    for name, sweep in scaling.SWEEPS.items():
-        fitted = scaling.upper_half([scaling.size(name, stack) for stack in sweep])
+    for name, sweep in SWEEPS.items():
+        fitted = upper_half([size(name, stack) for stack in sweep])
         expected.append(f"{name} {fitted[0]} to {fitted[-1]}")
     assert labels == expected
 
@@ -94,7 +98,7 @@ def test_exponents_are_labelled_with_the_sizes_that_they_are_fitted_to() -> None
 def test_multiplications_of_the_autoencoder_s_direction() -> None:
     layers, m = sizes("autoencoder")
     direction, passes = (2e-9 * number for number in (of_kbfgs(layers, m)["direction"], of_passes(layers, m)))
-    assert f"is {direction:.1f} GFLOP beside the gradient's {passes:.1f}," in WORDS
+    assert f"is {direction:.1f} GFLOP beside the gradient's {passes:.1f}." in WORDS
 
 
 def test_why_resnet32_at_20_costs_what_it_does() -> None:
@@ -118,3 +122,57 @@ def test_state_of_a_vgg16() -> None:
 
 def _state(problem: str, title: str) -> Any:
     return row(LOGS["bench"]["problems"][problem], title)["state"]
+
+
+# ------------------------------------------------------------------ all parts again
+
+
+class Parsed(Exception):
+    """The command line was taken."""
+
+
+@pytest.mark.parametrize("name", page.PARTS)
+def test_programs_take_the_options_that_they_are_called_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *args: Any) -> None:
+        raise Parsed(parse(self, *args))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    with pytest.raises(Parsed) as parsed:
+        PROGRAMS[name].main(page.PARTS[name].arguments(name, Path("data")))
+    options = parsed.value.args[0]
+    assert (options.docs, options.json) == (page.DOCS, page.log(name))
+
+
+@pytest.mark.parametrize("name", page.PARTS)
+def test_sections_are_on_the_page(name: str) -> None:
+    heads = [line.lstrip("# ").lower().replace(" ", "-") for line in PAGE.splitlines() if line.startswith("#")]
+    assert page.PARTS[name].section in heads
+
+
+def test_the_list_of_logs_is_that_of_those_that_are_there() -> None:
+    text = (ROOT / "results/README.md").read_text()
+    between = text.partition(f"<!-- {page._MARK} -->")[2].partition(f"<!-- end of {page._MARK} -->")[0]
+    assert between.strip() == page.listed()
+
+
+def test_a_program_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+
+    def run(command: list[str], **unused: Any) -> SimpleNamespace:
+        ran.append(command[2])
+        (tmp_path / page.log(command[2].rpartition(".")[2])).touch()
+        return SimpleNamespace(returncode=int(command[2] == "benchmarks.ways"))
+
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/README.md").write_text(f"<!-- {page._MARK} --><!-- end of {page._MARK} -->")
+    monkeypatch.setattr(page, "_ROOT", tmp_path)
+    monkeypatch.setattr(page, "subprocess", SimpleNamespace(run=run, DEVNULL=None))
+    assert page.main(["--parts", "ways", "tried"]) == 1
+    assert ran == ["benchmarks.ways", "benchmarks.tried"]
+    assert "failed: ways" in capsys.readouterr().out
+    listed = (tmp_path / "results/README.md").read_text()
+    assert "`benchmarks-tried.jsonl`" in listed and "`benchmarks-floors.jsonl`" not in listed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.untuned import autoencoder, training
+from benchmarks.untuned import autoencoder, study, training
 from benchmarks.untuned.autoencoder import CHOSEN, one, small_problem
 from benchmarks.untuned.autoencoder_report import after, render, until
 from benchmarks.untuned.data import Source
@@ -22,12 +22,12 @@ def run(directory: Path, *more: str) -> tuple[dict, list[dict]]:
     files = [f"{option}={directory / name}" for option, name in names.items()]
     autoencoder.main(["--quick", "--jobs", "1", *files, *more])
     lines = (directory / "log").read_text().splitlines()
-    return json.loads((directory / "json").read_text()), [json.loads(line) for line in lines]
+    return json.loads((directory / "json").read_text().splitlines()[-1]), [json.loads(line) for line in lines]
 
 
 def test_from_the_command_line_to_the_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     results, lines = run(tmp_path, "--seeds", "0", "1")
-    assert render(results) in capsys.readouterr().out
+    assert render([results]) in capsys.readouterr().out
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert len(results["cells"]) == len(lines) == 2 * len(CHOSEN)
     for cell in results["cells"]:
@@ -97,3 +97,28 @@ def test_what_breaks_off_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_losses_after_epochs_and_epochs_until_losses() -> None:
     assert [after(CURVE, epoch) for epoch in (0, 2, 3, 9)] == ["540.00", "55.00", "∞", "∞"]
     assert [until(CURVE, target) for target in (60, 56, 54)] == ["1 (20 s)", "2 (40 s)", "–"]
+    assert until([(0, None, 540.0), (1, None, 60.0)], 60) == "1"
+
+
+def test_each_number_of_epochs_is_a_line_of_the_file(tmp_path: Path) -> None:
+    def line(epochs: int, **curves: list) -> dict:
+        cells = [{"problem": "p", "optimizer": a, "curve": curve, "error": None} for a, curve in curves.items()]
+        cost = {"runs": 1, "seconds": 60.0, "wall": 60.0}
+        titles = {name: name.title() for name in curves}
+        return {"epochs": epochs, "optimizers": titles, "cells": cells, "cost": cost, "command": f"c {epochs}"}
+
+    path = tmp_path / "lines.jsonl"
+    study.write_beside(path, line(3, a=CURVE), "epochs")
+    study.write_beside(path, line(1, a=[(0, None, 540.0), (1, None, 99.0)]), "epochs")
+    lines = study.write_beside(path, line(1, a=[(0, None, 540.0), (1, None, 54.0)]), "epochs")
+    assert [each["epochs"] for each in lines] == [1, 3]
+    assert [json.loads(text)["epochs"] for text in path.read_text().splitlines()] == [1, 3]
+    text = render(lines)
+    assert "| A, 1 epochs | 54.00 |  |  |" in text and "| A, 3 epochs | 60.00 | 55.00 | ∞ |" in text
+    assert "| A, 1 epochs | 1 | 1 | 1 | – |" in text and "| A, 3 epochs | 1 (20 s) | 2 (40 s) | – | – |" in text
+    assert "`c 1`" in text and "`c 3`" in text
+
+
+def test_seconds_can_be_left_out(tmp_path: Path) -> None:
+    results, _ = run(tmp_path, "--optimizers", "onepass", "--without-seconds")
+    assert [seconds for _, seconds, _ in results["cells"][0]["curve"]] == 3 * [None]

@@ -52,6 +52,12 @@ def test_an_own_damping_that_is_none_of_the_four_is_a_fifth() -> None:
     assert len(grid) == 15 and late["setting"] == {"lr": 0.3, "damping": 30.0, "stats_update_freq": 20}
 
 
+def test_ends_alone_are_four_beside_the_own_values() -> None:
+    *grid, late = robust.variants(OWN, ends=True)
+    settings = sorted((v["setting"]["lr"], v["setting"]["damping"]) for v in grid)
+    assert settings == [(0.1, 0.03), (0.1, 1.0), (0.3, 0.3), (0.9, 0.03), (0.9, 1.0)] and late["late"]
+
+
 @pytest.mark.parametrize("name", grids.UNTUNED)
 def test_what_is_changed_arrives(name: str) -> None:
     own = ENTRIES[name].defaults()
@@ -92,6 +98,21 @@ def test_own_values_are_compared_with_the_best_at_their_rate_and_at_any() -> Non
     assert numbers(text, "own ÷ best ε at this rate") == ["2"] and numbers(text, "own ÷ best") == ["4"]
     assert numbers(text, "rate × 3, ε 1") == ["∞"] and "O on p: no." in text
     assert numbers(text, "O") == ["0 of 0", "0 of 2", "1 of 3", "0 of 1"]
+
+
+def test_own_values_are_compared_with_nothing_where_they_are_alone() -> None:
+    cell = {
+        "problem": "p",
+        "optimizer": "o",
+        "losses": [2.0],
+        "error": None,
+        "rate": 1.0,
+        "damping": 0.3,
+        "late": False,
+    }
+    results = {**SHARED, **COST, "problems": {"p": "P"}, "own": {"o": {"lr": 0.3, "damping": 0.3}}}
+    text = robust.render({**results, "cells": [cell, {**cell, "rate": 3.0, "losses": [1.0]}]})
+    assert numbers(text, "own ÷ best ε at this rate") == [""] and numbers(text, "own ÷ best") == ["2"]
 
 
 # ---------------------------------------------------------------------- wider networks

@@ -4,42 +4,41 @@ import json
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from benchmarks.untuned import autoencoder_report, report, robust, widths
+from benchmarks.untuned.pages import PAGE as ANSWER
+from benchmarks.untuned.pages import PARTS, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/untuned.md").read_text()
-PARTS = {
-    "choice": report.render,
-    "held-out": report.render,
-    "robust": robust.render,
-    "widths": widths.render,
-    "autoencoder": autoencoder_report.render,
-}
-LOGS = {part: ROOT / "results" / f"untuned-{part}.jsonl" for part in PARTS}
+PAGES = {page: (ROOT / page).read_text() for page in {part.page for part in PARTS.values()}}
+LOGS = {part: ROOT / "results" / f"untuned-{part}.jsonl" for part in ("choice", "held-out")}
 
 
-def block(part: str) -> str:
+def block(name: str) -> str:
     """What stands between the marks of a part."""
-    _, begin, rest = PAGE.partition(f"<!-- untuned {part} -->")
-    text, end, _ = rest.partition(f"<!-- end of untuned {part} -->")
+    _, begin, rest = PAGES[PARTS[name].page].partition(f"<!-- untuned {name} -->")
+    text, end, _ = rest.partition(f"<!-- end of untuned {name} -->")
     assert begin and end
     return text.strip()
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_tables_are_those_of_the_logs(part: str) -> None:
-    assert block(part) == PARTS[part](json.loads(LOGS[part].read_text()))
+@pytest.mark.parametrize("name", PARTS)
+def test_tables_are_those_of_the_logs(name: str) -> None:
+    assert block(name) == PARTS[name].render(PARTS[name].lines())
+
+
+def test_every_block_and_figure_is_one_of_these() -> None:
+    marks = [name for text in PAGES.values() for name in re.findall("<!-- untuned (.*) -->", text)]
+    assert sorted(marks) == sorted(PARTS)
+    figures = {path.stem for path in (ROOT / "docs/untuned").glob("*.png")}
+    assert figures == {name for name, part in PARTS.items() if part.draw is not None}
 
 
 # ------------------------------------------------------------------ the answer above the tables
 
-WORDS = " ".join(PAGE.split())
+WORDS = " ".join(PAGES[ANSWER].split())
 SETS = [json.loads(LOGS[part].read_text()) for part in ("choice", "held-out")]
 
 
@@ -90,6 +89,21 @@ def test_on_how_many_it_is_better_in_the_same_seconds() -> None:
 def test_nothing_diverged_at_other_rates() -> None:
     rows = [line for line in block("robust").splitlines() if line.startswith("| K-BFGS, one pass |")]
     assert len(rows) == 1 and re.findall(r"(\d+) of (\d+)", rows[0]) == [("0", "84")] * 3 + [("0", "21")]
+
+
+def test_what_another_damping_does_for_kfac() -> None:
+    (log,) = PARTS["robust-two-pass"].lines()
+    at = {
+        (c["problem"], c["damping"]): fmean(c["losses"])
+        for c in log["cells"]
+        if (c["optimizer"], c["rate"], c["late"]) == ("kfac-untuned", 1.0, False)
+    }
+    ratios = [at[p, 0.03] / at[p, 0.3] for p in log["problems"]]
+    lost = sorted(at[p, 0.3] / min(loss for (q, _), loss in at.items() if q == p) for p in log["problems"])
+    assert sum(loss >= 2 for loss in lost) == 3
+    assert f"on three problems another ends {lost[-3]:.1f} to {lost[-1]:.1f} times lower" in WORDS
+    lower = sum(ratio < 1 for ratio in ratios)
+    assert f"lower on {lower} of {len(ratios)}, and {max(ratios):.2f} times as high on the other" in WORDS
 
 
 def test_what_a_step_takes() -> None:

@@ -82,11 +82,11 @@ def test_missing_libraries_are_named(library: str, call: str, monkeypatch: pytes
 
 
 def drawn(report: CurvatureReport, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The three parts of each layer's picture."""
+    """The three parts of each layer's picture: bars, matrices, spectra."""
     figures: list[Any] = []
     monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
     report.plot("nowhere.png")
-    return [part.subfigs for part in figures[0].subfigs]
+    return [(above.subfigs[0], below, above.subfigs[1]) for above, below in (p.subfigs for p in figures[0].subfigs)]
 
 
 def test_pictures_show_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +101,25 @@ def test_pictures_show_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert math.isclose(bar.get_width(), max(rows[name].error, 1e-4)), name
         shown = [ax for ax in maps.axes if ax.get_title()]
         told = [row.rung for row in layer.rows if row.rung == "exact block" or row.error > 1e-6]
-        assert shown[0].get_title() == told[0] and len(shown) == min(8, len(told))
+        assert [ax.get_title() for ax in shown] == plots.telling(layer, told, 4) and len(shown) == min(4, len(told))
+        assert shown[0].get_title() == "exact block" and plots.FLOOR in shown[-1].get_title()
         for ax in shown:
             expected = layer.images[ax.get_title()]
             assert expected.any() and torch.equal(torch.as_tensor(ax.images[0].get_array().data), expected)
         lines = {line.get_label(): line for line in spectra.axes[0].lines}
-        for row in (row for row in layer.rows if row.rung == "exact block" or row.error > 1e-6):
+        drawn_rungs = plots.telling(layer, told, 6)
+        assert {name for name in lines if not name.startswith("_")} == set(drawn_rungs)
+        for row in (row for row in layer.rows if row.rung in drawn_rungs):
             values = layer.spectra[row.rung]
             assert list(lines[row.rung].get_ydata()) == values[values > 0].flip(0).tolist()
+
+
+def test_what_is_shown_where_not_all_can_be() -> None:
+    """The exact block, the paper's, what is held, the floor; in the ladder's order, without what equals the block."""
+    model, x, y, optimizer = trained()
+    layer = ladder(model, x, y, ["last"], optimizer)["last"]
+    names = plots.telling(layer, [row.rung for row in layer.rows], 4)
+    assert names == ["exact block", "A ⊗ G", "KBFGS: H_A⁻¹ ⊗ H_G⁻¹", plots.FLOOR]
 
 
 @pytest.mark.parametrize(("groups", "p"), [(1, 3), (1, 300), (3, 100), (600, 2), (7, 51)])

@@ -5,9 +5,9 @@ import io
 import math
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +27,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfqn_ext.optim import KBFGS, Minibatch
+from kfqn_ext.linalg import damped_inverse
+from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
+from kfqn_ext.optim.inverses import FisherAction, direct, hessian_action
+from kfqn_ext.optim.late_warning import LateWarning
+from kfqn_ext.optim.passes import snapshot
 from tests.optim.family import FAMILY
+from tests.optim.test_no_waiting import Reads
 
 F64 = torch.float64
 STEPS, TOLERANCE = 10, 1e-10
@@ -329,6 +334,20 @@ def warm_start(ranks: int, row: str) -> None:
 
 
 @case()
+def warm_start_of_a_rank_without_batches(ranks: int) -> None:
+    """It has no part in the averages; without any all say so."""
+    pair = Pair.of("KBFGS", "cnn")
+    x, y = data("cnn", 100)
+    mine = [] if dist.get_rank() == 0 else [(part,) for part in x.chunk(ranks - 1)[dist.get_rank() - 1].split(3)]
+    pair.optimizer.warm_start(mine, progress=False)
+    pair.reference.warm_start([(x,)], progress=False)
+    by_closure(pair, "cnn", equal_shares(ranks), range(3))
+    pair.check()
+    with pytest.raises(ValueError, match="the loader has no batch"):
+        pair.optimizer.warm_start([], progress=False)
+
+
+@case()
 def a_part_in_the_second_pass(ranks: int) -> None:
     """Of each share its first half: one process takes the same data."""
     pair, sizes = Pair.of("KBFGS", "mlp", second_pass_fraction=0.5), equal_shares(ranks)
@@ -400,6 +419,14 @@ def batch_normalization_over_ranks(ranks: int, row: str) -> None:
 # ------------------------------------------------------------------ copies that stay one
 
 
+def equal_on_all_ranks(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        mine = tensor.detach().double().contiguous()
+        others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, mine)
+        assert all(torch.equal(mine, other) for other in others)
+
+
 @case("KBFGS", "OnePassKBFGS", "KFAC, untuned")
 def copies_are_equal_to_the_last_bit(ranks: int, row: str) -> None:
     """After fifty steps in float32, with dropout of each rank's own."""
@@ -412,11 +439,7 @@ def copies_are_equal_to_the_last_bit(ranks: int, row: str) -> None:
         optimizer.step(
             Minibatch(model, F.cross_entropy, x, torch.arange(8) % 3, second_best if member.samples else None)
         )
-    for tensor in [*model.parameters(), *states(optimizer)]:
-        mine = tensor.detach().double().contiguous()
-        others = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(others, mine)
-        assert all(torch.equal(mine, other) for other in others)
+    equal_on_all_ranks([*model.parameters(), *states(optimizer)])
 
 
 @case()
@@ -435,6 +458,120 @@ def buffers_stay_as_those_of_one_pass(ranks: int) -> None:
         assert torch.equal(one, other)
 
 
+@contextmanager
+def inversions() -> Iterator[list[int]]:
+    """The sizes of the matrices that this process inverts in the body."""
+    found: list[int] = []
+
+    def noting(A: Tensor, damping: Any) -> Tensor:
+        found.extend([] if A.is_meta else [A.shape[-1]])
+        return damped_inverse(A, damping)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for rules in (direct, hessian_action):
+            patch.setattr(rules, "damped_inverse", noting)
+        yield found
+
+
+def random_batch(model: nn.Module, row: str, width: int) -> Minibatch:
+    """Of normal targets; a recipe that samples gets the same ones."""
+    x = torch.randn(8, width)
+    return Minibatch(model, nn.MSELoss(), x, x, (lambda output, y, g: y) if FAMILY[row].samples else None)
+
+
+@case("KBFGS", "KBFGSL, untuned", "KBFGS20", "KFAC as printed", "KFAC, untuned")
+def each_matrix_is_inverted_once(ranks: int, row: str) -> None:
+    """By one rank, for all copies, which stay equal to the last bit; large ones are sent as they lie."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(9, 9) for _ in range(2 * ranks)] + [nn.Linear(9, 260), nn.Linear(260, 9)]
+    model, twin, found = DDP(nn.Sequential(*layers)), copy.deepcopy(nn.Sequential(*layers)), []
+    for net, options in ((model, {}), (twin, {"process_group": alone()})):
+        optimizer = FAMILY[row].make(net, lr=0.01, damping=1.0, **options)
+        torch.manual_seed(dist.get_rank())
+        with inversions() as sizes:
+            for _ in range(3):
+                optimizer.step(random_batch(net, row, 9))
+        found.append(sizes)
+        equal_on_all_ranks([*net.parameters(), *states(optimizer)] if net is model else [])
+    every = [None] * ranks
+    dist.all_gather_object(every, found[0])
+    assert sorted(size for sizes in every for size in sizes) == sorted(found[1]), (every, found)
+    assert all(every)  # nobody has only waited
+
+
+@case()
+def a_warm_start_between_steps(ranks: int) -> None:
+    """Of copies: momenta stay, and so does what a rule of lengths keeps."""
+    for row in ("KBFGS, untuned", "KFAC, untuned"):
+        pair, sizes = Pair.of(row, "mlp"), equal_shares(ranks)
+        for k in range(2):
+            by_closure(pair, "mlp", sizes, range(3 * k, 3 * k + 3))
+            for model, optimizer, (x, y) in (
+                (pair.model.module, pair.optimizer, [share(t, sizes) for t in data("mlp", 100)]),
+                (pair.twin, pair.reference, data("mlp", 100)),
+            ):
+                batch = Minibatch(model, F.cross_entropy, x, y, second_best if pair.samples else None)
+                optimizer.warm_start([batch], progress=False)
+        by_closure(pair, "mlp", sizes, range(6, STEPS))
+        pair.check()
+
+
+# ------------------------------------------------------------------ how often the host waits
+
+
+@contextmanager
+def reads() -> Iterator[list[str]]:
+    """Every place where the host waits for a device in the body, were there one: by one number, or by several."""
+    with pytest.MonkeyPatch.context() as patch, Reads(set()) as mode:
+        patch.setattr(LateWarning, "_read", lambda self, flag: None)  # on a GPU it has arrived by then
+        patch.setattr(snapshot, "is_on_host", lambda t: False)
+        tolist, as_float = Tensor.tolist, Tensor.__float__
+        patch.setattr(Tensor, "tolist", lambda t: (mode.found.append("tolist"), tolist(t))[1])
+        # |T| of a layer, which lives on the host and in float32; all else is in float64 here
+        patch.setattr(Tensor, "__float__", lambda t: t.numpy().item() if t.dtype == torch.float32 else as_float(t))
+        yield mode.found
+
+
+@case(("KBFGS", False), ("KBFGS, untuned", True), ("KFAC", False), ("OnePassKBFGS", False))
+def one_wait_in_an_update(ranks: int, which: tuple[str, bool]) -> None:
+    """It reads the counts, on which depends who has learned what; and none in other steps."""
+    row, shard_state = which
+    pair, sizes = Pair.of(row, "cnn", T=2, shard_state=shard_state), equal_shares(ranks)
+    by_closure(pair, "cnn", sizes, range(8))  # the network is looked at, now and then
+    found = []
+    for k in range(8, 12):
+        x, y = (share(t, sizes) for t in data("cnn", k))
+        batch = Minibatch(pair.model, scaled_loss(sizes), x, y, second_best if pair.samples else None)
+        with reads() as waits:
+            pair.optimizer.step(batch)
+        found.append(waits)
+    assert found == [[], ["tolist"], [], ["tolist"]], found
+
+
+@case("KBFGS", "KBFGS, untuned")
+def a_second_pass_over_other_counts(ranks: int, row: str) -> None:
+    """Of one rank, in one layer: nothing is learned by any, and all go on."""
+    pair, sizes = Pair.of(row, "mlp"), equal_shares(ranks)
+    by_closure(pair, "mlp", sizes, range(3))
+    x, y = (share(t, sizes) for t in data("mlp", 3))
+    with pytest.warns(UserWarning, match="other data"):
+        pair.optimizer.zero_grad()
+        with pair.optimizer.first_pass():
+            scaled_loss(sizes)(pair.model(x), y).backward()
+        pair.optimizer.step()
+        before = [t.clone() for t in states(pair.optimizer)]
+        with pair.optimizer.second_pass():
+            loss = scaled_loss(sizes)(pair.model(x), y)
+            if dist.get_rank() == 0:  # one call more of the last layer
+                loss = loss + pair.model.module[5](torch.ones(1, 5, dtype=F64)).sum()
+            loss.backward()
+    learned = states(pair.optimizer)
+    assert all(map(torch.equal, before, learned))
+    equal_on_all_ranks([*pair.model.parameters(), *learned])
+    by_closure(pair, "mlp", sizes, range(4, 6))
+    equal_on_all_ranks([*pair.model.parameters(), *states(pair.optimizer)])
+
+
 # ------------------------------------------------------------------ how much is sent
 
 
@@ -447,7 +584,7 @@ def what_an_update_sends(ranks: int) -> None:
             torch.manual_seed(0)
             model = DDP(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)))
             member = FAMILY[row]
-            optimizer = member.make(model, lr=0.01, damping=1.0, T=2)
+            optimizer = member.make(model, lr=0.01, damping=1.0, T=2, **member.taken(inverse_update_freq=2))
             ranks_of_it = optimizer._passes.ranks
             sent = []
             for k in range(4):
@@ -529,7 +666,7 @@ def saved_by_several_and_loaded_by_one(ranks: int) -> None:
 
 SHARDED = (
     "KBFGS", "KBFGSL", "KBFGS20", "KFAC", "KFAC as printed", "KBFGS, untuned", "KFAC, untuned", "L-BFGS for both",
-    "one pass", "trace split",
+    "one pass", "trace split", "OnePassKBFGS",
 )  # fmt: skip
 
 
@@ -640,11 +777,7 @@ def sharded_copies_are_equal_to_the_last_bit(ranks: int, row: str) -> None:
         optimizer.step(
             Minibatch(model, F.cross_entropy, x, torch.arange(8) % 3, second_best if member.samples else None)
         )
-    for p in model.parameters():
-        mine = p.detach()
-        others = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(others, mine)
-        assert all(torch.equal(mine, other) for other in others)
+    equal_on_all_ranks(list(model.parameters()))
 
 
 @case("KBFGS", "KBFGS, untuned")
@@ -798,9 +931,40 @@ def what_a_rank_can_tell(ranks: int) -> None:
 
 
 @case()
-def rows_that_look_at_gamma_are_not_sharded(ranks: int) -> None:
-    with pytest.raises(ValueError, match="OnePassKBFGS looks at Γ.*FisherAction.*shard_state=False.*KBFGS"):
-        Pair.of("OnePassKBFGS", "mlp", shard_state=True)
+def sharded_loop_of_any_optimizer(ranks: int) -> None:
+    """With micro-batches; the last one alone sends gradients."""
+    pair, sizes = Pair.of("OnePassKBFGS", "cnn", shard_state=True), unequal_shares(ranks)
+    for k in range(STEPS):
+        x, y = (share(t, sizes).chunk(2) for t in data("cnn", k, sum(sizes)))
+        for number, (x_, y_) in enumerate(zip(x, y, strict=True), 1):
+            with nullcontext() if number == len(x) else pair.model.no_sync():
+                scaled_loss(sizes)(pair.model(x_), y_).backward()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+    reference_steps(pair, "cnn")
+    check_shards(pair)
+
+
+@case()
+def sharded_rank_without_data(ranks: int) -> None:
+    for row in ("KBFGS", "OnePassKBFGS"):
+        pair = Pair.of(row, "mlp", shard_state=True)
+        by_closure(pair, "mlp", one_without_data(ranks))
+        check_shards(pair)
+
+
+@dataclass(frozen=True)
+class Untold(FisherAction):
+    """A rule that chooses directions, and does not say how many."""
+
+    num_directions = 0
+
+
+@case()
+def rules_that_do_not_say_how_many_directions_they_choose(ranks: int) -> None:
+    recipe = replace(OnePassKBFGS.recipe, output_inverse=Untold())
+    with pytest.raises(ValueError, match="OnePassKBFGS looks at Γ.*Untold.*num_directions.*shard_state=False"):
+        OnePassKBFGS(DDP(mlp()), recipe=recipe, shard_state=True)
 
 
 # ------------------------------------------------------------------ checkpoints of a divided state

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.fsdp2 import rows_of_a_step, sent, update_of_kbfgs
 from kfqn_ext._torch import is_divided, own_rows, rest, row_counts, rows_among_zeros, rows_of, units_of_fsdp2
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities, extend, input_gradients_only
@@ -134,12 +135,12 @@ def rows_of_divided_tensors(ranks: int) -> None:
         assert layer.weight is p
 
 
-@case()
-def fsdp_over_one_process(ranks: int) -> None:
+@case("KBFGS", "OnePassKBFGS")
+def fsdp_over_one_process(ranks: int, row: str) -> None:
     """A mesh of this rank alone: a training of its own."""
     mesh = DeviceMesh.from_group(alone(), "cpu")
     model, twin = fully_shard(mlp(), mesh=mesh), mlp()
-    optimizers = FAMILY["KBFGS"].make(model, lr=0.1), FAMILY["KBFGS"].make(twin, lr=0.1, process_group=alone())
+    optimizers = FAMILY[row].make(model, lr=0.1), FAMILY[row].make(twin, lr=0.1, process_group=alone())
     for k in range(4):
         for one, optimizer in zip((model, twin), optimizers, strict=True):
             optimizer.step(Minibatch(one, F.cross_entropy, *data("mlp", k + dist.get_rank())))
@@ -184,6 +185,7 @@ ROWS_OF_STEPS = {
     "KBFGS, untuned": ("by layer",),
     "KFAC, untuned": ("whole",),
     "KBFGSL": ("by block",),
+    "OnePassKBFGS": ("whole", "by layer"),
 }
 
 
@@ -193,6 +195,41 @@ def fsdp_steps(ranks: int, which: tuple[str, str, str]) -> None:
     pair = pair_of(row, net, way, T=2)
     by_closure(pair, net, unequal_shares(ranks))
     check(pair)
+
+
+@case(*((dtype, cleared) for dtype in (F64, torch.float32) for cleared in ("optimizer", "model")))
+def fsdp_loop_of_any_optimizer(ranks: int, which: tuple[torch.dtype, str]) -> None:
+    """Micro-batches, of which the last alone sends gradients; a pass whose gradient nobody wants; evaluations.
+
+    In float32 FSDP2 adds gradients up elsewhere, in the dtype in which it reduces them.
+    """
+    dtype, cleared = which
+    policy = MixedPrecisionPolicy(reduce_dtype=F64)
+    model, twin = by_block(mlp().to(dtype), mp_policy=policy), mlp().to(dtype)
+    optimizers = [OnePassKBFGS(model), OnePassKBFGS(twin, process_group=alone())]
+    pair, sizes = Pair(model, optimizers[0], twin, optimizers[1], False), equal_shares(ranks)
+
+    def clear(one: nn.Module, optimizer: Any) -> None:
+        (optimizer if cleared == "optimizer" else one).zero_grad()
+
+    for k in range(STEPS):
+        x, y = data("mlp", k)
+        x = x.to(dtype)
+        for one, optimizer, loss in zip((model, twin), optimizers, (scaled_loss(sizes), F.cross_entropy), strict=True):
+            x_, y_ = (share(x, sizes), share(y, sizes)) if one is model else (x, y)
+            rest(one)
+            clear(one, optimizer)
+            loss(one(x_ + 1), y_).backward()
+            clear(one, optimizer)
+            parts = zip(x_.chunk(2), y_.chunk(2), strict=True) if one is model else [(x_, y_)]
+            for number, (x_part, y_part) in enumerate(parts, 1):
+                if one is model:
+                    model.set_requires_gradient_sync(number == 2)
+                loss(one(x_part), y_part).backward()
+            with torch.no_grad():
+                one(x_)
+            optimizer.step()
+    check(pair, TOLERANCE if dtype == F64 else 1e-4)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -281,7 +318,42 @@ def fsdp_warm_start(ranks: int, row: str) -> None:
     check(pair)
 
 
-@case("KBFGS", "KBFGS, untuned")
+@case("KBFGS", "KFAC")
+def fsdp_warm_start_from_unequal_loaders(ranks: int, row: str) -> None:
+    """Of three batches here and one there: who has run out goes on, without counting."""
+    pair, sizes = pair_of(row, "mlp", "by layer"), unequal_shares(ranks)
+    x, y = data("mlp", 100, sum(sizes))
+    sampler = second_best if pair.samples else None
+
+    def loader(model: nn.Module, x: Tensor, y: Tensor) -> list[Minibatch]:
+        parts = zip(x.split(5), y.split(5), strict=True)
+        return [Minibatch(model, F.cross_entropy, x_, y_, sampler) for x_, y_ in parts]
+
+    mine = loader(pair.model, share(x, sizes), share(y, sizes))
+    given = [None] * ranks
+    dist.all_gather_object(given, len(mine))
+    assert len(set(given)) > 1
+    pair.optimizer.warm_start(iter(mine), progress=False)  # whose length nobody knows
+    every = [part for x_, y_ in zip(x.split(sizes), y.split(sizes), strict=True) for part in loader(pair.twin, x_, y_)]
+    pair.reference.warm_start(every, progress=False)
+    by_closure(pair, "mlp", equal_shares(ranks), range(5))
+    check(pair)
+
+
+@case()
+def fsdp_warm_start_of_a_rank_without_batches(ranks: int) -> None:
+    pair = pair_of("KBFGS", "mlp")
+    x, _ = data("mlp", 0)
+    with pytest.raises(ValueError, match=f"loaders of 1 of {ranks} processes have no batch.*one batch at least"):
+        pair.optimizer.warm_start([(x,)] * dist.get_rank(), progress=False)
+    with pytest.raises(ValueError, match="the loader has no batch"):
+        pair.optimizer.warm_start([], progress=False)
+    assert not pair.optimizer.state
+    by_closure(pair, "mlp", equal_shares(ranks), range(3))
+    check(pair)
+
+
+@case("KBFGS", "KBFGS, untuned", "OnePassKBFGS")
 def fsdp_batch_that_is_not_finite(ranks: int, row: str) -> None:
     """Of one rank: nobody steps, and all go on."""
     pair, sizes = pair_of(row, "mlp", "by layer"), equal_shares(ranks)
@@ -290,20 +362,22 @@ def fsdp_batch_that_is_not_finite(ranks: int, row: str) -> None:
     x, y = (share(t, sizes).clone() for t in data("mlp", 3))
     x[0, 0] = float("nan") if dist.get_rank() == 0 else 0.0
     pair.optimizer.step(Minibatch(pair.model, F.cross_entropy, x, y, None))
+    whole_x, whole_y = data("mlp", 3)  # steps are counted, bad ones too
+    pair.reference.step(Minibatch(pair.twin, F.cross_entropy, torch.full_like(whole_x, float("nan")), whole_y))
     for p, old in zip(parameters(pair.optimizer), before, strict=True):
         assert torch.equal(joined(p), old)
     by_closure(pair, "mlp", sizes, range(3, 6))
     check(pair)
 
 
-@case("KBFGS", "KBFGS, untuned")
+@case("KBFGS", "KBFGS, untuned", "OnePassKBFGS")
 def fsdp_rank_without_data(ranks: int, row: str) -> None:
     pair = pair_of(row, "mlp", "by layer")
     by_closure(pair, "mlp", one_without_data(ranks))
     check(pair)
 
 
-@case("KBFGS", "KBFGS, untuned")
+@case("KBFGS", "KBFGS, untuned", "OnePassKBFGS")
 def fsdp_layer_that_wakes_up(ranks: int, row: str) -> None:
     pair, sizes = pair_of(row, "branches"), equal_shares(ranks)
     by_closure(pair, "branches", sizes, range(4))
@@ -381,20 +455,39 @@ def fsdp_state_and_messages(ranks: int) -> None:
     """Layers' state is on one rank each, as the plan says, and a step sends a gradient's size there and back."""
     pair = pair_of("KBFGS", "mlp", "by layer", T=100)
     by_closure(pair, "mlp", equal_shares(ranks), range(2))
-    owners, rows = pair.optimizer._preconditioner.owners, pair.optimizer._passes.ranks.rows
+    owners = pair.optimizer._preconditioner.owners
     layers = pair.optimizer._planned.layers
     size = sum(t.numel() * t.element_size() for w in layers for t in pair.optimizer.state[w].values())
     sizes = [torch.zeros((), dtype=torch.float64) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor(float(size), dtype=torch.float64))
     told = f"{float(max(sizes)) / float(sum(sizes)):.0%}"
     assert f"{float(owners.share(layers).split('%')[0]):.0f}%" == told, (owners.share(layers), told)
-    before = rows.messages, rows.bytes_sent
+    before = sent(pair.optimizer)
     by_closure(pair, "mlp", equal_shares(ranks), range(2, 3))
-    sent = torch.tensor([rows.messages - before[0], rows.bytes_sent - before[1]])
-    assert sent[0] == 2
-    dist.all_reduce(sent)
+    traffic = sent(pair.optimizer) - before
+    assert (traffic.row_messages, traffic.rest_messages) == (2, 1)  # there and back; norms
+    assert traffic.rows == sum(rows_of_a_step(pair.optimizer))
+    total = torch.tensor(traffic.rows)
+    dist.all_reduce(total)
     inside = sum(p.numel() for layer in layers.values() for p in (layer.weight, layer.bias)) * 8
-    assert int(sent[1]) <= 2 * inside
+    assert int(total) <= 2 * inside
+
+
+@case()
+def fsdp_messages_of_an_update(ranks: int) -> None:
+    """Vectors as long as layers are wide: of both passes, with h̄ from rows, and s from its owner."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+    model = by_layer(net)
+    optimizer, steps = KBFGS.as_printed(model, lr=0.01, damping=1.0, curvature_update_freq=2), []
+    for _ in range(4):
+        before = sent(optimizer)
+        optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(8, 64, dtype=F64), torch.arange(8) % 3))
+        steps.append(sent(optimizer) - before)
+    of_update = steps[3] - steps[2]
+    assert of_update.rows == of_update.row_messages == 0
+    assert of_update.rest_messages == 4 + min(ranks, 3)
+    assert 0 <= of_update.rest - update_of_kbfgs(optimizer) <= 8 * 60  # counts, and what ranks agree on
 
 
 @case()
@@ -551,7 +644,6 @@ def fsdp_other_ways_to_divide(ranks: int) -> None:
     ):
         refused(UnsupportedLayerError, message, lambda m=model: KBFGS(m))
     refused(ValueError, "process_group is not that of.*Leave it out", lambda: KBFGS(whole(mlp()), process_group=alone_))
-    refused(ValueError, "OnePassKBFGS looks at Γ.*DistributedDataParallel", lambda: OnePassKBFGS(whole(mlp())))
 
 
 @case()
@@ -572,7 +664,7 @@ def fsdp_gradient_that_nobody_averages(ranks: int) -> None:
 # ------------------------------------------------------------------ checkpoints
 
 
-@case("KBFGS", "KBFGS, untuned", "KFAC, untuned")
+@case("KBFGS", "KBFGS, untuned", "KFAC, untuned", "OnePassKBFGS")
 def fsdp_checkpoints(ranks: int, row: str) -> None:
     """From FSDP2 to FSDP2 in other units, to DDP and to one process; and from DDP to FSDP2."""
     pair, sizes = pair_of(row, "mlp", "by layer"), equal_shares(ranks)

@@ -25,7 +25,8 @@ def work(rank: int, ranks: int, folder: str) -> None:
         world_size=ranks,
         timeout=datetime.timedelta(seconds=LIMIT),
     )
-    from tests.distributed.fsdp_cases import CASES  # with those of cases
+    from tests.distributed import fsdp_cases, reported_cases  # noqa: F401 - which add to the others
+    from tests.distributed.cases import CASES
 
     out = Path(folder, f"rank{rank}.txt")
     for name, run in CASES.items():

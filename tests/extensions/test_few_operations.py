@@ -6,7 +6,7 @@ from backpack import backpack
 from torch import nn
 
 from kfqn_ext import KBFGSQuantities, extend
-from tests.operations import Operations
+from workloads.operations import Operations
 
 
 def operations(kernel_size: int, stride: int = 1) -> int:

@@ -103,6 +103,24 @@ def test_micro_batches_are_the_big_batch(case: Case, reduction: str) -> None:
 
 
 @reductions
+@some_cases
+def test_directions_that_come_later(case: Case, reduction: str) -> None:
+    """Of several calls and micro-batches, Γ that is kept multiplies as the one that was looked at."""
+    layer, x = extend(case.layer()), torch.cat((case.input(), case.input()))
+    size = len(x) if reduction == "mean" else 1
+    late, factors = FisherProducts(reduction, accumulate=True), KFACFactors(reduction, accumulate=True)
+    late.late = True
+    for part in x.split([1, len(x) - 1]):
+        with backpack(late, factors):
+            (sum(curved(layer(x_)).sum() for x_ in part.split(2)) / size).backward()
+    q, Gamma, (s, _) = late[layer], factors[layer].Gamma, directions(layer)
+    assert q.operator is not None and not q.Gamma_s.any()
+    assert_close(q.operator.times(s), Gamma @ s, 1e-12, Gamma.abs() @ s.abs())
+    assert_close(q.trace, Gamma.diagonal(dim1=-2, dim2=-1).mean(-1), 1e-12)
+    assert repr(q.operator).startswith("FisherOperator(of [")
+
+
+@reductions
 @pytest.mark.parametrize("subsampling", [[0], [2, 0], 0.5], ids=str)
 @some_cases
 def test_of_some_data(case: Case, subsampling: Any, reduction: str) -> None:

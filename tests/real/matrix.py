@@ -19,6 +19,9 @@ Generated from the list that the tests run (`python -m tests.real.matrix`); each
 
 Data are along dimension 0 of a layer's input. With `batch_first=False` that is time: the layers train, with the roles
 of data and locations exchanged; prefer `batch_first=True`.
+
+Rows on processes are cases of `tests/distributed`, which run in two processes, and slowly in four. `support.py` names
+the cases of each row.
 """
 FAMILIES = """
 ## torchvision's classification models

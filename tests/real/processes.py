@@ -6,6 +6,7 @@ Run as a script with a rank, a file to meet at, and the name of a function here,
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -122,6 +123,30 @@ def fsdp1() -> None:
     model._modules["_fsdp_wrapped_module"] = net()
     with pytest.raises(UnsupportedLayerError, match=r"FullyShardedDataParallel keeps.*fully_shard\(model\)"):
         KBFGS(model)
+
+
+def cases(*names: str) -> Callable[[], None]:
+    """Cases of tests/distributed, by name or by what stands before the colon: its tests run them in two processes."""
+
+    def are_there() -> None:
+        from tests.distributed import fsdp_cases, reported_cases  # noqa: F401 - which add to the others
+        from tests.distributed.cases import CASES
+
+        known = {*CASES, *(name.partition(":")[0] for name in CASES)}
+        assert set(names) <= known, set(names) - known
+
+    return are_there
+
+
+def trainers(*names: str) -> Callable[[], None]:
+    """Loops that tests/distributed/test_trainers.py runs in two processes."""
+
+    def are_there() -> None:
+        from tests.distributed.trainer_loops import loops
+
+        assert set(names) <= set(loops(RANKS))
+
+    return are_there
 
 
 def two_processes(what: str = "process") -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -84,6 +85,11 @@ class Plan:
     names: Mapping[Tensor, str]
     places: Mapping[Tensor, tuple[nn.Module, str]]
     split: Mapping[tuple[int, int], tuple[str, ...]]
+
+    @cached_property
+    def weights(self) -> Mapping[nn.Module, Tensor]:
+        """The weights of layers with a block, by module, which holds another one while FSDP2 has gathered it."""
+        return {layer.module: weight for weight, layer in self.layers.items()}
 
     def blocks(self, groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]) -> list[Block]:
         """All layers as they stand now, in the order of the groups' parameters."""

@@ -27,7 +27,8 @@ def check_arguments(model: Any, params: Any, name: str) -> None:
         raise TypeError(
             f"{name}: the model comes first, {name}(model), or {name}(model, params) for some of its parameters, and "
             f"not {type(model).__name__}. {name} measures the model's layers, so that parameters alone don't do, and "
-            "neither do wrappers that build an optimizer of these, as ZeroRedundancyOptimizer does."
+            "neither do wrappers that build an optimizer of these, as ZeroRedundancyOptimizer does. State is divided "
+            f"among processes by {name}(model, shard_state=True)."
         )
     if isinstance(params, nn.Module):
         raise TypeError(

@@ -107,6 +107,8 @@ class Inverse:
     starts_from: ClassVar[Kinds] = ()
     """Extensions whose quantities ``start`` needs: from the first pass, or from a warm start's; from a second pass on
     sampled targets where ``second`` names one of them too."""
+    recomputed: ClassVar[tuple[str, ...]] = ()
+    """What ``update_inverse`` makes anew in a state. Of several processes one does it then, and sends these."""
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:
         """Make the initial inverse in a layer's state; what was measured may be kept.
@@ -152,6 +154,11 @@ class OutputInverse(Inverse):
     """Whether it inverts the Fisher factor Γ in place of G."""
     in_own_units: ClassVar[bool] = False
     """Whether its factor counts in units of its mean eigenvalue, which is then one for a split of the damping."""
+
+    @property
+    def num_directions(self) -> int:
+        """How many directions :meth:`probe` chooses: processes that lack the state for it are to know."""
+        return 0
 
     def probe(self, state: State, v: Tensor, step: int) -> tuple[Tensor, Tensor] | None:
         """Choose directions s, [*B, d_out, k], for which Γ s is wanted from the first pass; None for none.

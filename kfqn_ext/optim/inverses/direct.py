@@ -45,6 +45,7 @@ class OmegaInverse(InputInverse):
     decay: Decay = 0.9
     second: ClassVar[Kinds] = (KFACFactors,)
     starts_from: ClassVar[Kinds] = (KFACFactors,)
+    recomputed: ClassVar[tuple[str, ...]] = ("H_A",)
 
     def __post_init__(self) -> None:
         """Check β."""
@@ -77,6 +78,7 @@ class GammaInverse(OutputInverse):
     fisher: ClassVar[bool] = True
     second: ClassVar[Kinds] = (KFACFactors,)
     starts_from: ClassVar[Kinds] = (KFACFactors,)
+    recomputed: ClassVar[tuple[str, ...]] = ("H_G",)
 
     def __post_init__(self) -> None:
         """Check β."""

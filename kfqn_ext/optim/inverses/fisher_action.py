@@ -45,6 +45,10 @@ class FisherAction(OutputInverse):
         state["H_G"] = torch.diag_embed(scale.unsqueeze(-1).expand_as(like)).contiguous()
         start_count(state, "pairs_seen_G", damping)
 
+    @property
+    def num_directions(self) -> int:  # noqa: D102
+        return 1 + self.num_random
+
     def probe(self, state: State, v: Tensor, step: int) -> tuple[Tensor, Tensor] | None:  # noqa: D102
         M = state["momentum"]
         generator = torch.Generator(M.device).manual_seed(step)
@@ -72,5 +76,5 @@ class FisherAction(OutputInverse):
         """s, Γ s and v; empty pairs from a layer's first pass, in which it had no H_G to choose by."""
         if q.kept is not None:
             return q.s, q.Gamma_s, q.kept
-        empty = torch.zeros_like(q.s).expand(*q.s.shape[:-1], 1 + self.num_random)
+        empty = torch.zeros_like(q.s).expand(*q.s.shape[:-1], self.num_directions)
         return empty, empty, empty

@@ -166,11 +166,11 @@ def can_be_sharded(recipe: Recipe, name: str, by_fsdp: bool) -> None:
     what, instead = ("shard_state=True", "shard_state=False")
     if by_fsdp:
         what, instead = "a model of fully_shard, whose state is divided too", "DistributedDataParallel"
-    if rule.probe is not OutputInverse.probe:
+    if rule.probe is not OutputInverse.probe and recipe.output_inverse.num_directions == 0:
         raise ValueError(
-            f"{what}: {name} looks at Γ during the backward pass, in directions that {rule.__name__} chooses from "
-            f"state, and each process would need the state of all layers for that. Use {instead}, or an optimizer that "
-            "learns H_G from two passes, as KBFGS does."
+            f"{what}: {name} looks at Γ in directions that {rule.__name__} chooses from state, and it does not say how "
+            "many. Processes without that state can't make room for them. Give it the property num_directions, or use "
+            f"{instead}."
         )
 
 

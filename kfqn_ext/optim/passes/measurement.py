@@ -62,11 +62,13 @@ class Probes:
         A: ``f(module, a_bar) -> s``.
         G: ``f(module) -> s``.
         keep_inputs: Whether A waits for the end of all passes, with the layers' inputs kept until then.
+        late_G: Whether Γ does, with the gradients by the layers' outputs: other processes choose directions.
     """
 
     A: Probe
     G: OutputProbe | None = None
     keep_inputs: bool = False
+    late_G: bool = False
 
 
 class Measurement:
@@ -110,7 +112,7 @@ class Measurement:
                 ext.probe = None if pools else probes.A
                 ext.late = lambda module: probes.keep_inputs or (single is not None and module not in single)
             if isinstance(ext, FisherProducts):
-                ext.output_probe = probes.G
+                ext.output_probe, ext.late = (None if probes.late_G else probes.G), probes.late_G
             self._by_kind.append((kind, ext))
 
     @property

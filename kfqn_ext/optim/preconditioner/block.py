@@ -53,6 +53,28 @@ def start_elsewhere(block: Block, recipe: Recipe, measured: Measured) -> bool:
     return True
 
 
+def start_from_another(block: Block, recipe: Recipe, measured: Measured) -> bool:
+    """Make room for the initial curvature that another process makes of the same measurements, and sends.
+
+    Returns:
+        False where what was measured is not finite, as :func:`start` does there.
+    """
+    if not _is_finite(measured, recipe):
+        return False
+    assert measured.num_locations is not None
+    device = momentum(block.layer, block.state).device
+    block.state.update({name: torch.empty_like(t, device=device) for name, t in made(block.layer, recipe).items()})
+    block.state["num_locations"] = _on_host(measured.num_locations)
+    return True
+
+
+def made(layer: Layer, recipe: Recipe) -> State:
+    """What of a layer's state :func:`start` makes of measurements, as tensors without numbers; |T| is known to all."""
+    block = without_numbers(layer)
+    _make_blank(block, recipe)
+    return {name: t for name, t in block.state.items() if name not in ("momentum", "num_locations")}
+
+
 def leave_to_another(state: State, num_locations: float) -> None:
     """Keep the mark of a layer with curvature, and nothing else."""
     state.clear()
@@ -96,10 +118,14 @@ def start_empty(block: Block, recipe: Recipe) -> None:
     Raises:
         NotImplementedError: If an extension that the curvature starts from has no ``blank``.
     """
+    _make_blank(block, recipe)
+    recipe.length.start(block.state, momentum(block.layer, block.state))
+    block.state["num_locations"] = _on_host(0.0)
+
+
+def _make_blank(block: Block, recipe: Recipe) -> None:
     W, geometry = momentum(block.layer, block.state), block.layer.geometry
     _make(block, recipe, Measured({kind: kind.blank(geometry, W) for kind in recipe.starts_from}))
-    recipe.length.start(block.state, W)
-    block.state["num_locations"] = _on_host(0.0)
 
 
 def without_numbers(layer: Layer) -> Block:
@@ -165,15 +191,25 @@ def _follow_traces(state: State, traces: Traces | None, finite: Tensor, decay: f
 
 
 @full_precision()
-def update_inverses(block: Block, recipe: Recipe) -> None:
-    """Recompute inverses that are not updated pair by pair."""
-    rules = recipe.input_inverse, recipe.output_inverse
-    for key, rule in zip(_TRACES, rules, strict=True):
+def update_traces(block: Block, recipe: Recipe) -> None:
+    """Follow the factors that are kept: the dampings of inverses that are recomputed depend on their traces."""
+    for key, rule in zip(_TRACES, (recipe.input_inverse, recipe.output_inverse), strict=True):
         trace = rule.trace(block.state)
         if trace is not None:
             block.state[key] = trace
-    for rule, damping in zip(rules, dampings(block, recipe), strict=True):
+
+
+@full_precision()
+def update_inverses(block: Block, recipe: Recipe) -> None:
+    """Recompute inverses that are not updated pair by pair."""
+    for rule, damping in zip((recipe.input_inverse, recipe.output_inverse), dampings(block, recipe), strict=True):
         rule.update_inverse(block.state, damping)
+
+
+def leave_inverses_to_another(block: Block, recipe: Recipe) -> None:
+    """Make room for those that another process recomputes, and sends."""
+    for name in recipe.recomputed:
+        block.state[name] = torch.empty_like(block.state[name], memory_format=torch.contiguous_format)
 
 
 def precondition(state: State, recipe: Recipe, M: Tensor) -> Tensor:

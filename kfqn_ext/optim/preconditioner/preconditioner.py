@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from kfqn_ext.extensions import FisherProducts, InputQuantities
 from kfqn_ext.linalg.power_iteration import start_vector
-from kfqn_ext.optim.groups.plan import Block
+from kfqn_ext.optim.groups.plan import Block, Layer, working_dtype
 from kfqn_ext.optim.inverses import Measured, Seen, State
 from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.preconditioner import block as blocks
@@ -27,14 +28,26 @@ _NOTHING = Measured()
 class Preconditioner:
     """P = H_G M H_A of each layer, with H_A and H_G learned as a recipe says."""
 
-    def __init__(self, recipe: Recipe, warn_once: Callable[[str], None], owners: Owners) -> None:
-        """Learn by a recipe what this process owns, and give remarks to ``warn_once``."""
-        self.recipe, self.owners = recipe, owners
+    def __init__(self, recipe: Recipe, warn_once: Callable[[str], None], owners: Owners, makers: Owners) -> None:
+        """Learn by a recipe.
+
+        Args:
+            recipe: The recipe.
+            warn_once: Takes remarks.
+            owners: Who keeps the state of a layer, and learns.
+            makers: Who inverts a layer's matrices: its owner, or one of those that all keep its state.
+        """
+        self.recipe, self.owners, self._makers = recipe, owners, makers
         self.normalized = NormalizedLayers(recipe)
         self._rounded = RoundedInverses(warn_once)
         self._warn_once = warn_once
         # In a pass with sampled targets A comes from Ω.
         self._starts_from = recipe.starts_from & recipe.second if recipe.starts_in_second_pass else recipe.starts_from
+
+    def assign(self, layers: Mapping[Tensor, Layer]) -> None:
+        """Find out who keeps, and who makes, what of which layer; see :meth:`Owners.assign`."""
+        self.owners.assign(layers)
+        self._makers.assign(layers)
 
     # ------------------------------------------------------------------ what is to be measured
 
@@ -59,12 +72,43 @@ class Preconditioner:
         """The direction s in which A is looked at, [*B, d_in]; None for none."""
         return self.recipe.input_inverse.probe(state, a_bar)
 
-    def directions_A(self, a_bars: Sequence[tuple[Block, Tensor]]) -> list[Tensor | None]:
-        """The directions of several layers from their ā, each from who owns it; a collective."""
-        chosen = [self._probe_or_template(block, a_bar) for block, a_bar in a_bars]
-        sent = [(block.layer, s) for (block, _), s in zip(a_bars, chosen, strict=True) if s is not None]
+    def directions(
+        self, due: Sequence[Block], first: Results, step: int
+    ) -> dict[nn.Module, tuple[Tensor | None, tuple[Tensor, Tensor] | None]]:
+        """Those of layers that a pass has measured, each from who owns it; a collective.
+
+        Returns:
+            By module the direction s for A, and s for Γ with what is kept with Γ s: see :meth:`probe_A` and
+            :meth:`probe_G`. The latter is None where every process has chosen it in the pass.
+        """
+        blocks = [(block, first[block.layer.module]) for block in due if block.layer.module in first]
+        at_inputs = [self._for_A(block, measured) for block, measured in blocks]
+        at_outputs = [self._for_G(block, measured, step) for block, measured in blocks]
+        sent = [(block.layer, s) for (block, _), s in zip(blocks, at_inputs, strict=True) if s is not None]
+        sent += [(b.layer, pair[0]) for (b, _), pair in zip(blocks, at_outputs, strict=True) if pair is not None]
         arrived = iter(self.owners.spread(sent))
-        return [None if s is None else next(arrived) for s in chosen]
+        As = [None if s is None else next(arrived) for s in at_inputs]
+        Gs = [None if pair is None else (next(arrived), pair[1]) for pair in at_outputs]
+        return {block.layer.module: (A, G) for (block, _), A, G in zip(blocks, As, Gs, strict=True)}
+
+    @property
+    def late_G(self) -> bool:
+        """Whether a process lacks state from which directions for Γ are chosen, so that the pass can't choose them."""
+        return self.owners.several or self.owners.rows is not None
+
+    def _for_A(self, block: Block, measured: Measured) -> Tensor | None:
+        inputs = measured.get(InputQuantities)
+        return None if inputs is None else self._probe_or_template(block, inputs.a_bar)
+
+    def _for_G(self, block: Block, measured: Measured, step: int) -> tuple[Tensor, Tensor] | None:
+        rule, layer = self.recipe_of(block).output_inverse, block.layer
+        if not self.late_G or measured.get(FisherProducts) is None or not blocks.is_started(block):
+            return None
+        if not blocks.is_elsewhere(block.state):
+            return self.probe_G(block.state, step)
+        shape = (*layer.geometry.blocks, layer.geometry.d_out, rule.num_directions)
+        s = to_be_filled(shape, working_dtype(layer.weight), layer.weight.device)
+        return s, s
 
     def _probe_or_template(self, block: Block, a_bar: Tensor) -> Tensor | None:
         if not blocks.is_elsewhere(block.state):
@@ -89,13 +133,35 @@ class Preconditioner:
         Returns:
             Layers of which something was measured that is not finite: they have none yet.
         """
-        rejected = []
+        rejected: list[Block] = []
+        made: list[Block] = []
         for block in unstarted:
             measured = results.get(block.layer.module, _NOTHING)
-            start = blocks.start if self.owners.owns(block.layer) else blocks.start_elsewhere
-            if measured.has(self._starts_from) and not start(block, self.recipe, measured):
-                rejected.append(block)
+            if measured.has(self._starts_from):
+                (made if self._start(block, measured) else rejected).append(block)
+        if self._is_divided:
+            self._hand_out([(block, name) for block in made for name in blocks.made(block.layer, self.recipe)])
         return rejected
+
+    def _start(self, block: Block, measured: Measured) -> bool:
+        if self._makers.owns(block.layer):
+            return blocks.start(block, self.recipe, measured)
+        start = blocks.start_from_another if self._is_divided else blocks.start_elsewhere
+        return start(block, self.recipe, measured)
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether one process makes what all keep."""
+        return self._makers.several and not self.owners.several
+
+    def _hand_out(self, of_blocks: Sequence[tuple[Block, str]]) -> None:
+        """Give all processes tensors of states as their makers have them; a collective."""
+        for block, name in of_blocks:  # laid out as they arrive: products with other strides are rounded otherwise
+            block.state[name] = block.state[name].contiguous()
+        sent = [(block.layer, block.state[name]) for block, name in of_blocks]
+        for (_, kept), arrived in zip(sent, self._makers.spread(sent), strict=True):
+            if arrived.data_ptr() != kept.data_ptr():
+                kept.copy_(arrived)
 
     def reached(self, block: Block, first: Results) -> bool:
         """Whether the first pass measured a layer that is due."""
@@ -151,10 +217,15 @@ class Preconditioner:
 
     def update_inverses(self, due: Iterable[Block]) -> None:
         """Recompute what is not learned pair by pair."""
-        if self.recipe.recomputes:
-            for block in due:
-                if blocks.is_started(block) and not blocks.is_elsewhere(block.state):
-                    blocks.update_inverses(block, self.recipe)
+        if not self.recipe.recomputes:
+            return
+        here = [block for block in due if blocks.is_started(block) and not blocks.is_elsewhere(block.state)]
+        for block in here:
+            blocks.update_traces(block, self.recipe)
+            mine = not self.recipe.recomputed or self._makers.owns(block.layer)
+            (blocks.update_inverses if mine else blocks.leave_inverses_to_another)(block, self.recipe)
+        if self._is_divided:
+            self._hand_out([(block, name) for block in here for name in self.recipe.recomputed])
 
     # ------------------------------------------------------------------ using
 

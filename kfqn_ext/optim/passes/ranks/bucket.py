@@ -1,9 +1,11 @@
 """A sum over ranks of many small tensors as one message, and of large matrices where they lie."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, distributed
 
-_LARGE = 1 << 16  # numbers: to copy as many costs more than another message
+LARGE = 1 << 16  # numbers: to copy as many costs more than another message
 
 
 class Bucket:
@@ -25,7 +27,7 @@ class Bucket:
         sums = list(self._tensors)
         together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, tensor in enumerate(self._tensors):
-            if tensor.numel() >= _LARGE and tensor.is_contiguous():
+            if tensor.numel() >= LARGE and tensor.is_contiguous():
                 self._all_reduce(tensor)
             else:
                 together.setdefault((tensor.device, tensor.dtype), []).append(i)
@@ -41,3 +43,9 @@ class Bucket:
         distributed.all_reduce(tensor, group=self._group)
         self.messages += 1
         self.bytes_sent += tensor.numel() * tensor.element_size()
+
+
+def beside(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """Numbers of the host as a tensor of another's dtype, on its device, which the host does not wait for."""
+    host = torch.tensor(numbers, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+    return host.to(like.device, non_blocking=True)

@@ -1,31 +1,22 @@
 """The processes that train one model together, with one copy of it and a share of the data each."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfqn_ext.extensions import InputMoments, LayerMoments, with_outputs
-from kfqn_ext.extensions.pooling import Counted, Counts, means_of
-from kfqn_ext.linalg import full_precision
-from kfqn_ext.optim.inverses import Measured
-from kfqn_ext.optim.passes.measurement import Results
 from kfqn_ext.optim.passes.ranks.bucket import Bucket
 from kfqn_ext.optim.passes.ranks.divided import group_of
 from kfqn_ext.optim.passes.ranks.letters import Letters, in_world
+from kfqn_ext.optim.passes.ranks.pool import Pool
 from kfqn_ext.optim.passes.ranks.rows import Rows
-from kfqn_ext.optim.passes.ranks.weights import Table, Weight
-
-Directions = Callable[[Mapping[nn.Module, Tensor]], Mapping[nn.Module, Tensor | None]]
-"""ā of layers by module ↦ s of each, or None for none."""
 
 
 class Ranks(Protocol):
-    """Makes of what a rank has found what one process with the data of all would have found.
+    """What they send each other.
 
     Everything but ``alone`` is a collective: all ranks call it, in the same steps and in the same order.
 
@@ -43,29 +34,17 @@ class Ranks(Protocol):
     is_chosen: bool
     rows: Rows | None
 
-    def pooled(
-        self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
-    ) -> tuple[Results, list[float]]:
-        """Pool the means that a pass, or a warm start, has found.
+    @property
+    def pool(self) -> Pool | None:
+        """Makes of what a rank has measured what one process with all data would have; None in one process."""
 
-        Args:
-            results: With an entry for every layer and quantity that was asked for, of no data where there was none. Its
-                means are overwritten.
-            table: How much a rank counts.
-            said: Numbers that are summed in the same message.
-            without: Fields that nobody reads.
+    def in_step(self, loader: Iterable[Any], like: Tensor) -> Iterator[tuple[Any, bool]]:
+        """The batches of a loader, each with whether it counts.
 
-        Returns:
-            Results with the data of all, of layers that somebody saw; the sums.
-        """
+        Where the model is divided a forward pass is a collective: a rank that has run out runs its last batch again.
 
-    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:
-        """Look at A in directions that depend on the ā of all; own inputs are let go."""
-
-    def outputs(self, whole: Results) -> Results:
-        """Add h̄ = W ā from the ā of all, where a rank has rows of W alone.
-
-        That is W as it is kept: passes may run with a rounded one, of which a difference of two h̄ would tell.
+        Raises:
+            ValueError: On all ranks, if the model is divided, and some of them have no batch at all.
         """
 
     def spread(self, tensors: Sequence[Tensor], senders: Sequence[int]) -> list[Tensor]:
@@ -95,21 +74,14 @@ class OneProcess:
 
     several, rank, size = False, 0, 1
     rows: Rows | None = None
+    pool: Pool | None = None
 
     def __init__(self, is_chosen: bool = False) -> None:
         """One process for itself, because somebody said so or for there is no other."""
         self.is_chosen = is_chosen
 
-    def pooled(  # noqa: D102
-        self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
-    ) -> tuple[Results, list[float]]:
-        return results, [float(number) for number in said]
-
-    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
-        return whole
-
-    def outputs(self, whole: Results) -> Results:  # noqa: D102
-        return whole
+    def in_step(self, loader: Iterable[Any], like: Tensor) -> Iterator[tuple[Any, bool]]:  # noqa: D102
+        return ((batch, True) for batch in loader)
 
     def spread(self, tensors: Sequence[Tensor], senders: Sequence[int]) -> list[Tensor]:  # noqa: D102
         return list(tensors)
@@ -163,64 +135,41 @@ class SeveralProcesses:
         self._gradient_is_known = rows is not None  # one gradient, of which each has rows
         self.messages = self.bytes_sent = 0
 
-    def pooled(  # noqa: D102
-        self, results: Results, table: Table, said: Sequence[Tensor | float] = (), without: Collection[str] = ()
-    ) -> tuple[Results, list[float]]:
+    @property
+    def pool(self) -> Pool:
+        """What they have measured, together."""
+        return Pool(self.summed, self.size, has_rows=self.rows is not None)
+
+    def summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of tensors over ranks; these may be overwritten."""
         self._check_wrappers()
-        bucket, sent = Bucket(self._group), []
-        for module, measured in results.items():
-            for kind, own in measured.items():
-                means = {name: mean for name, mean in means_of(own).items() if name not in without}
-                sums = {
-                    name: bucket.add(getattr(own, name).mul_(_weight(table[mean][0], own, self.size)))
-                    for name, mean in means.items()
-                }
-                like = getattr(own, next(iter(means)))
-                terms = own.num_data * own.num_locations
-                sent.append((module, kind, own, means, sums, bucket.add(like.new_tensor([own.num_data, terms]))))
-        numbers = bucket.add(_flat(said, like)) if sent and said else None
-        found = self._sent(bucket)
-        counts = [n for *_, n in sent] + ([] if numbers is None else [numbers])
-        read = iter(torch.cat([found[n].double() for n in counts]).tolist() if counts else [])  # the one wait
-        whole: dict[nn.Module, dict[Any, Any]] = {}
-        for module, kind, own, means, sums, _ in sent:
-            data, terms = next(read), next(read)
-            if data > 0:
-                of_all = Counts(round(data), _whole_if_whole(terms / data))
-                pooled = {name: found[sums[name]].mul_(table[mean][1](of_all)) for name, mean in means.items()}
-                whole.setdefault(module, {})[kind] = replace(own, **vars(of_all), **pooled)
-        return results.like({module: Measured(quantities) for module, quantities in whole.items()}), list(read)
+        bucket = Bucket(self._group)
+        for tensor in tensors:
+            bucket.add(tensor)
+        sums = bucket.sums()
+        self._count(bucket)
+        return sums
 
-    def probed(self, own: Results, whole: Results, directions: Directions) -> Results:  # noqa: D102
-        chosen = directions({module: of_all.a_bar for module, _, of_all in _inputs(whole)})
+    def in_step(self, loader: Iterable[Any], like: Tensor) -> Iterator[tuple[Any, bool]]:  # noqa: D102
+        batches = ((batch, True) for batch in loader)
+        return batches if self.rows is None else self._filled_up(batches, like)
 
-        def look(module: nn.Module, kind: Any, of_all: InputMoments) -> tuple[InputMoments, dict[str, Tensor]]:
-            s = chosen[module]
-            sums = {} if s is None else {"A_s": _product(own[module][kind], s) / of_all.num_data}
-            return replace(of_all, operator=None, s=s), sums
-
-        return self._with_sums(whole, look)
-
-    def outputs(self, whole: Results) -> Results:  # noqa: D102
-        return whole if self.rows is None else self._with_sums(whole, lambda module, kind, of_all: (of_all, {}))
-
-    def _with_sums(
-        self,
-        whole: Results,
-        look: Callable[[nn.Module, Any, InputMoments], tuple[InputMoments, dict[str, Tensor]]],
-    ) -> Results:
-        """Results with h̄ = W ā, and with fields that are sums over ranks of what ``look`` finds on each."""
-        bucket, new, sent = Bucket(self._group), {m: dict(measured.items()) for m, measured in whole.items()}, []
-        for module, kind, of_all in _inputs(whole):
-            found, sums = look(module, kind, of_all)
-            new[module][kind] = moments = with_outputs(module, found)
-            if self.rows is not None and isinstance(moments, LayerMoments):
-                sums = {**sums, "h_bar": moments.h_bar}  # of the rows of W that are here
-            sent += [(module, kind, name, bucket.add(value)) for name, value in sums.items()]
-        arrived = self._sent(bucket)
-        for module, kind, name, n in sent:
-            new[module][kind] = replace(new[module][kind], **{name: arrived[n]})
-        return whole.like({module: Measured(quantities) for module, quantities in new.items()})
+    def _filled_up(self, batches: Iterator[tuple[Any, bool]], like: Tensor) -> Iterator[tuple[Any, bool]]:
+        last, none = None, (None, False)
+        while True:
+            batch, counts = next(batches, none)
+            with_more, without_any = self.total(like.new_tensor([counts, not counts and last is None])).tolist()
+            if with_more == 0:
+                return
+            if without_any > 0:
+                raise ValueError(
+                    f"warm_start: the loaders of {without_any:.0f} of {self.size} processes have no batch. The forward "
+                    "pass of a model of fully_shard is run by all together: give each process one batch at least. "
+                    "Their number may differ."
+                )
+            last = (batch,) if counts else last
+            assert last is not None
+            yield last[0], counts
 
     def _check_wrappers(self) -> None:
         if any(wrapper._join_config.enable for wrapper in self._wrappers):
@@ -229,11 +178,6 @@ class SeveralProcesses:
                 "messages, and would leave those about curvature unanswered. Give all ranks as many batches "
                 "(DistributedSampler does), or an empty batch with a loss of zero."
             )
-
-    def _sent(self, bucket: Bucket) -> list[Tensor]:
-        sums = bucket.sums()
-        self._count(bucket)
-        return sums
 
     def _count(self, sent: Bucket | Letters) -> None:
         self.messages += sent.messages
@@ -248,9 +192,7 @@ class SeveralProcesses:
         return found
 
     def total(self, value: Tensor) -> Tensor:  # noqa: D102
-        bucket = Bucket(self._group)
-        bucket.add(value.clone())
-        return self._sent(bucket)[0]
+        return self.summed([value.clone()])[0]
 
     def gathered(self, part: Any, receiver: int) -> list[Any] | None:  # noqa: D102
         parts = [None] * self.size if self.rank == receiver else None
@@ -290,33 +232,6 @@ class SeveralProcesses:
             finally:
                 for wrapper, sync in zip(self._wrappers, before, strict=True):
                     wrapper.require_forward_param_sync = sync
-
-
-def _weight(weight: Weight, part: Counted, size: int) -> float:
-    return weight(part, size) if part.num_data > 0 else 0.0
-
-
-def _flat(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor:
-    tensors = [n if isinstance(n, Tensor) else torch.tensor(float(n)) for n in numbers]
-    return torch.stack([n.to(like) for n in tensors])
-
-
-def _whole_if_whole(number: float) -> float:
-    """|T| as an integer where it is one, as one process counts it."""
-    return int(number) if number == int(number) else number
-
-
-def _inputs(results: Results) -> list[tuple[nn.Module, Any, InputMoments]]:
-    quantities = [(module, kind, q) for module, measured in results.items() for kind, q in measured.items()]
-    return [found for found in quantities if isinstance(found[-1], InputMoments)]
-
-
-def _product(own: InputMoments, s: Tensor) -> Tensor:
-    """A s of a rank's own data, times their number."""
-    if own.operator is None or own.num_data == 0:
-        return torch.zeros_like(s)
-    with full_precision():
-        return own.operator.times(s) * own.num_data
 
 
 def _check_group(given: distributed.ProcessGroup | None, of_shards: distributed.ProcessGroup) -> None:

@@ -1,0 +1,268 @@
+"""What was tried beside the defaults: rows with one idea changed, each of which would have cost the package a cell."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.untuned.entry import Entry, Optimizers, Setting, closure, loop, of_model
+from benchmarks.untuned.ours import OURS
+from benchmarks.untuned.training import Rate, cosine
+from kfqn_ext.extensions import FisherProducts, KBFGSQuantities
+from kfqn_ext.linalg.power_iteration import spectral_norms_
+from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
+from kfqn_ext.optim.gate import Gate
+from kfqn_ext.optim.inverses import FisherAction, LargestTrace, SecantBFGS
+from kfqn_ext.optim.inverses.base import Kinds, Seen, State
+from kfqn_ext.optim.lengths import MatchRMSAdamW, SignalToNoise, Spectral, Step
+
+Schedule = Callable[[int], Rate]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a study.
+
+    Attributes:
+        entry: The optimizer.
+        setting: What it is built with.
+        schedule: Number of steps ↦ the rate at each.
+    """
+
+    entry: Entry
+    setting: Setting
+    schedule: Schedule = cosine
+
+
+def default(name: str, **setting: float) -> Variant:
+    """A row as it is, or with other numbers."""
+    return Variant(OURS[name], setting)
+
+
+def _one_pass(step: Callable[..., Tensor] = loop, schedule: Schedule = cosine, **cells: Any) -> Variant:
+    build = of_model(partial(OnePassKBFGS, recipe=replace(OnePassKBFGS.recipe, **cells)))
+    return Variant(Entry("K-BFGS, one pass", build, step=step), {}, schedule)
+
+
+def _two_pass(step: Callable[..., Tensor] = closure, **cells: Any) -> Variant:
+    build = of_model(partial(KBFGS, recipe=replace(KBFGS.recipe, **cells)))
+    return Variant(Entry("K-BFGS", build, step=step), {})
+
+
+# ------------------------------------------------------------------ how long a step is
+
+
+@dataclass(frozen=True)
+class Shaped(Spectral):
+    """‖ΔW‖₂ = α max(least, d_out / d_in)ᵖ."""
+
+    power: float = 0.5
+    least: float = 1.0
+
+    def scales(self, steps: Sequence[Step], gate: Gate) -> Tensor | None:  # noqa: D102
+        scales = super().scales(steps, gate)
+        assert scales is not None
+        shapes = [step.direction.shape[-2] / step.direction.shape[-1] for step in steps]
+        changed = [max(self.least, s) ** self.power / max(1.0, math.sqrt(s)) for s in shapes]
+        return scales * scales.new_tensor(changed)
+
+
+@dataclass(frozen=True)
+class EachGroup(Spectral):
+    """Each group's block of P is given the length that the longest one has else."""
+
+    def scales(self, steps: Sequence[Step], gate: Gate) -> Tensor | None:  # noqa: D102
+        scales = super().scales(steps, gate)
+        closed = gate.closed(steps[0].direction)
+        for step in steps:
+            blocks = step.direction.flatten(0, -3).unbind() if step.direction.ndim > 2 else [step.direction]
+            vectors = step.state["u"].flatten(0, -2).unbind() if step.direction.ndim > 2 else [step.state["u"]]
+            norms = spectral_norms_(blocks, [u.clone() for u in vectors], closed)
+            longest = norms.amax()
+            for block, norm in zip(blocks, norms, strict=True):
+                block.mul_(torch.where(norm > 0, longest / norm.clamp(min=torch.finfo(norm.dtype).tiny), 0.0))
+        return scales
+
+
+@dataclass(frozen=True)
+class Capped(SignalToNoise):
+    """No step is longer than a share of α ‖W‖_F, with a root mean square of W's entries of 10⁻³ at least."""
+
+    share: float = 0.1
+
+    def scales(self, steps: Sequence[Step], gate: Gate) -> Tensor | None:  # noqa: D102
+        scales = super().scales(steps, gate)
+        assert scales is not None
+        P = torch.stack([step.direction.norm() for step in steps]).clamp(min=torch.finfo(scales.dtype).tiny)
+        most = [
+            self.share
+            * torch.maximum(step.state["size_of_W"], step.state["size_of_W"].new_tensor(1e-3))
+            * math.sqrt(step.direction.numel())
+            for step in steps
+        ]
+        return torch.minimum(scales, torch.stack(most).to(scales) / P)
+
+
+def capped(share: float) -> Variant:
+    """Each layer's state has the root mean square of its weight before the step."""
+
+    def step(optimizers: Optimizers, batch: Minibatch) -> Tensor:
+        (optimizer,) = optimizers
+        for p in batch.model.parameters():
+            if p.ndim > 1 and "num_locations" in optimizer.state[p]:
+                optimizer.state[p]["size_of_W"] = p.detach().square().mean().sqrt()
+        return loop(optimizers, batch)
+
+    return _one_pass(step, length=Capped(share=share))
+
+
+def exponent(power: float, least: float = 1.0) -> Variant:
+    return _one_pass(length=SignalToNoise(Shaped(power, least)))
+
+
+def signal_power(power: float) -> Variant:
+    return _one_pass(length=SignalToNoise(Spectral(), power))
+
+
+def each_group() -> Variant:
+    return _one_pass(length=SignalToNoise(EachGroup()))
+
+
+def rms() -> Variant:
+    return _one_pass(length=SignalToNoise(MatchRMSAdamW()))
+
+
+# ------------------------------------------------------------------ rates over time
+
+
+def warm_up(share: float) -> Variant:
+    """The rate rises along a straight line in the first steps."""
+
+    def schedule(steps: int) -> Rate:
+        return lambda step: cosine(steps)(step) * min(1.0, (step + 1) / max(1.0, share * steps))
+
+    return Variant(OURS["onepass"], {}, schedule)
+
+
+def linear(steps: int) -> Rate:
+    """From one to zero along a straight line."""
+    return lambda step: max(0.0, 1 - step / steps)
+
+
+def falling_damping(power: float) -> Variant:
+    """ε falls with the rate, to a power."""
+
+    def step(optimizers: Optimizers, batch: Minibatch) -> Tensor:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                own = group.setdefault("initial_damping", group["damping"])
+                group["damping"] = own * max(1e-4, (group["lr"] / group["initial_lr"]) ** power)
+        return loop(optimizers, batch)
+
+    return _one_pass(step)
+
+
+# ------------------------------------------------------------------ what the second pass says of the step
+
+
+class Reduction:
+    """The loss after a step over what its gradient foretold, at the steps whose minibatch is evaluated twice.
+
+    For a quadratic function whose minimum along the step is at its end the ratio is 1/2.
+    """
+
+    def __init__(self, key: str, up: float, least: float, most: float) -> None:
+        """Let a group's number follow: where the ratio is below 1/4 it is multiplied by ``up``, above 3/4 divided."""
+        self.key, self.up, self.least, self.most, self.factor = key, up, least, most, 1.0
+
+    def __call__(self, optimizers: Optimizers, batch: Minibatch) -> Tensor:
+        (optimizer,) = optimizers
+        own = {id(group): group[self.key] for group in optimizer.param_groups}
+        for group in optimizer.param_groups:
+            group[self.key] = own[id(group)] * self.factor
+        parameters = [p for p in batch.model.parameters() if p.requires_grad]
+        before = [p.detach().clone() for p in parameters]
+        losses: list[Tensor] = []
+        gradients: list[Tensor] = []
+
+        def watched() -> Tensor:
+            loss = batch()
+            if not losses:
+                gradients.extend(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters)
+            losses.append(loss)
+            return loss
+
+        loss = optimizer.step(watched)
+        for group in optimizer.param_groups:
+            group[self.key] = own[id(group)]
+        if len(losses) > 1:
+            foretold = sum(((p.detach() - q) * g).sum() for p, q, g in zip(parameters, before, gradients, strict=True))
+            ratio = float((losses[1] - losses[0]) / foretold) if float(foretold) < 0 else -math.inf
+            change = self.up if ratio < 0.25 else 1 / self.up if ratio > 0.75 else 1.0
+            self.factor = min(self.most, max(self.least, self.factor * change))
+        return loss
+
+
+def reduction(key: str, up: float, least: float, most: float) -> Variant:
+    """A new one for each run."""
+
+    def build(model: Any, **setting: float) -> Optimizers:
+        optimizer = KBFGS(model, **setting)
+        optimizer.reduction_rule = Reduction(key, up, least, most)  # type: ignore[attr-defined]
+        return (optimizer,)
+
+    def step(optimizers: Optimizers, batch: Minibatch) -> Tensor:
+        return optimizers[0].reduction_rule(optimizers, batch)  # type: ignore[attr-defined]
+
+    return Variant(Entry("K-BFGS", build, step=step), {})
+
+
+# ------------------------------------------------------------------ H_G before a normalization
+
+
+@dataclass(frozen=True)
+class FisherWhereBlind(FisherAction):
+    """Γ's products, in a layer that was started by secant pairs: H_G begins anew, and counts elsewhere."""
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, value in zip(states, damping, strict=True):
+            if "of_fisher" not in state:
+                state["of_fisher"] = torch.zeros_like(state["pairs_seen_G"])
+                state["H_G"].zero_().diagonal(dim1=-2, dim2=-1).copy_((1 / (1 + value)).unsqueeze(-1))
+            state["pairs_seen_G"], state["of_fisher"] = state["of_fisher"], state["pairs_seen_G"]
+        super().learn(states, seen, damping)
+        for state in states:
+            state["pairs_seen_G"], state["of_fisher"] = state["of_fisher"], state["pairs_seen_G"]
+
+
+@dataclass(frozen=True)
+class SecantElseFisher(SecantBFGS):
+    """Secant pairs, but before a normalization products with Γ."""
+
+    blind: FisherAction = FisherWhereBlind()
+    first: ClassVar[Kinds] = (KBFGSQuantities, FisherProducts)  # when it is looked for such layers, both are needed
+
+    def where_shifts_are_removed(self) -> FisherAction:  # noqa: D102
+        return self.blind
+
+    def probe(self, state: State, v: Tensor, step: int) -> tuple[Tensor, Tensor] | None:  # noqa: D102
+        return self.blind.probe(state, v, step)
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        kept = [(state["H_G"], state["H_G"].clone()) for state in states if "of_fisher" in state]
+        super().learn(states, seen, damping)
+        for H, before in kept:
+            H.copy_(before)
+
+
+def fisher_where_blind() -> Variant:
+    return _two_pass(output_inverse=SecantElseFisher(unit=LargestTrace()))
+
+
+def fisher_everywhere() -> Variant:
+    """Two passes, and the second one for nothing: what the one-pass row would be in the other's loop."""
+    return _one_pass(closure)

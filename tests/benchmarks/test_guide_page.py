@@ -1,0 +1,65 @@
+"""What docs/guide.md says is what its logs in results/ say."""
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from benchmarks.untuned import heatmaps
+from benchmarks.untuned.lists import ENTRIES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/guide.md").read_text()
+WORDS = " ".join(PAGE.split())
+RESULTS = json.loads((ROOT / "results/untuned-heatmaps.jsonl").read_text())
+ROBUST = json.loads((ROOT / "results/untuned-robust.jsonl").read_text())
+
+
+def test_the_table_is_that_of_the_log() -> None:
+    _, begin, rest = PAGE.partition("<!-- untuned heatmaps -->")
+    text, end, _ = rest.partition("<!-- end of untuned heatmaps -->")
+    assert begin and end and text.strip() == heatmaps.render(RESULTS)
+
+
+def test_the_default_is_a_cell_of_its_map() -> None:
+    own = RESULTS["own"]
+    assert own == {key: ENTRIES["onepass"].defaults()[key] for key in own}
+    assert own["lr"] in heatmaps.RATES["onepass"] and own["damping"] in heatmaps.DAMPINGS["onepass"]
+
+
+def test_the_figures_have_a_cell_for_each_run(tmp_path: Path) -> None:
+    for name in heatmaps.RATES:
+        heatmaps.draw(RESULTS, name, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").exists() and f"](guide/{name}.png)" in PAGE
+        for problem in RESULTS["problems"]:
+            cells = [c for c in RESULTS["cells"] if (c["optimizer"], c["problem"]) == (name, problem)]
+            assert len(cells) == len(heatmaps.RATES[name]) * len(heatmaps.DAMPINGS[name])
+
+
+def losses(**labels: object) -> list[float]:
+    """Means over seeds of the one-pass row at its own rate, by problem and ε."""
+    cells = [c for c in ROBUST["cells"] if c["optimizer"] == "onepass" and c["rate"] == 1.0]
+    return [fmean(c["losses"]) for c in cells if all(c[key] == value for key, value in labels.items())]
+
+
+def test_how_much_the_damping_matters() -> None:
+    spans = [losses(problem=problem, late=False) for problem in ROBUST["problems"]]
+    near = sum(max(span) / min(span) < 1.9 for span in spans)
+    assert f"within a factor of 1.9 of the best on {near} of {len(spans)} small networks" in WORDS
+
+
+def test_what_rare_updates_cost() -> None:
+    costs = [
+        losses(problem=problem, late=True)[0] / losses(problem=problem, late=False, damping=0.3)[0]
+        for problem in ROBUST["problems"]
+    ]
+    assert f"T = 20 from the first step costs at most {max(costs):.1f} times the loss" in WORDS
+
+
+@pytest.mark.parametrize(("value", "loss"), [(1.0, 1.0), (None, None)])
+def test_a_run_that_failed_has_no_loss(value: float | None, loss: float | None) -> None:
+    record = {"diverged": value is None, "error": None, "final": value, "seconds": 2.0, "curve": [[1, 1.0, value]]}
+    trials = [heatmaps.Trial("lenet", "adam", {}, 2, 0), heatmaps.Trial("lenet", "onepass", {"lr": 1.0}, 2, 0)]
+    made = heatmaps.cells(trials, {trial.key: record for trial in trials})
+    assert [cell["loss"] for cell in made] == [cell["at_seconds"] for cell in made] == [loss, loss]
