@@ -93,19 +93,24 @@ def _line(status: Path, name: str) -> int:
 
 
 def held_bytes(holds: Any, setup: Setup) -> int:
-    """Bytes of the tensors that can be reached from an object and are not the network's or the minibatch's.
+    """Bytes of :func:`held_tensors`; those that share memory count once."""
+    return sum({_storage(t): t.untyped_storage().nbytes() for t in held_tensors(holds, setup)}.values())
+
+
+def held_tensors(holds: Any, setup: Setup) -> list[Tensor]:
+    """The tensors that can be reached from an object and are not the network's or the minibatch's.
 
     Args:
         holds: An optimizer, or whatever stands for it.
         setup: Whose parameters, buffers, gradients and data do not count.
 
     Returns:
-        Bytes; tensors that share memory count once.
+        These.
     """
     own = [*setup.model.parameters(), *setup.model.buffers(), setup.x, setup.y]
     own += [p.grad for p in setup.model.parameters() if p.grad is not None]
     known = {_storage(tensor) for tensor in own}
-    found: dict[int, int] = {}
+    found: list[Tensor] = []
     seen: set[int] = set()
     waiting = [holds]
     while waiting:
@@ -114,13 +119,13 @@ def held_bytes(holds: Any, setup: Setup) -> int:
             continue
         seen.add(id(thing))
         if isinstance(thing, Tensor) and _storage(thing) not in known:
-            found[_storage(thing)] = thing.untyped_storage().nbytes()
+            found.append(thing)
         waiting += _inside(thing)
-    return sum(found.values())
+    return found
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata
 
 
 def _inside(thing: Any) -> list[Any]:

@@ -67,6 +67,45 @@ def accumulates_gradient_of(leaf: Tensor) -> bool:
         return False
 
 
+# ------------------------------------------------------------------ its graph
+
+
+def roots_of_backward(thread: int) -> list[Any]:
+    """The nodes of the graph from which the backward pass that runs has started; none where it can't be told.
+
+    Hooks on a CPU run within the call of ``torch.autograd.backward``, whose arguments its frame has. Hooks on a GPU run
+    in a thread of torch's, while that call waits in another.
+
+    Args:
+        thread: Number of that other one.
+    """
+    for frame in (sys._getframe(), sys._current_frames().get(thread)):
+        while frame is not None:
+            if frame.f_code is torch.autograd.backward.__code__:
+                tensors = frame.f_locals["tensors"]
+                given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+                return [node for t in given if (node := getattr(t, "grad_fn", getattr(t, "node", None))) is not None]
+            frame = frame.f_back
+    return []
+
+
+def inputs_of(node: Any) -> list[Any]:
+    """The nodes that have made the inputs of a node of the graph; None for inputs without a gradient."""
+    return [one for one, _ in node.next_functions]
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """The tensor whose gradient a node accumulates; None for other nodes."""
+    leaf: Tensor | None = getattr(node, "variable", None)
+    return leaf
+
+
+def annotations_of(node: Any) -> dict[str, Any]:
+    """What users have noted at a node; it lives as long as the graph does."""
+    notes: dict[str, Any] = node.metadata
+    return notes
+
+
 # ------------------------------------------------------------------ threads
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import kfqn_ext
 from kfqn_ext import _torch
+from kfqn_ext.extensions.elsewhere import _PRODUCTS
 
 
 def in_backward(ask: Any) -> tuple[Tensor, Tensor, list[Any]]:
@@ -122,6 +124,81 @@ def test_a_tensor_without_gradient_has_none_added_to() -> None:
     _, h, answers = in_backward(lambda g, leaf: _torch.accumulates_gradient_of(torch.ones(2)))
     h.sum().backward()
     assert answers == [False]
+
+
+# ------------------------------------------------------------------ its graph
+
+
+def test_where_a_backward_pass_has_started() -> None:
+    _, h, roots = in_backward(lambda g, leaf: _torch.roots_of_backward(0))
+    loss, other = h.sum(), h.sin().sum()
+    loss.backward(retain_graph=True)
+    torch.autograd.backward([loss, other])
+    assert roots == [[loss.grad_fn], [loss.grad_fn, other.grad_fn]]
+    assert _torch.roots_of_backward(threading.get_ident()) == []
+
+
+def test_the_innermost_backward_pass_is_the_one_that_runs() -> None:
+    found: list[Any] = []
+
+    def block(x: Tensor) -> Tensor:
+        y = x.sin()
+        y.register_hook(lambda g: found.append((_torch.roots_of_backward(0), y.grad_fn))) if y.requires_grad else None
+        return y
+
+    checkpoint(block, torch.ones(3, requires_grad=True), use_reentrant=True).sum().backward()
+    ((roots, node),) = found
+    assert roots == [node]
+
+
+def test_where_a_pass_of_another_thread_has_started() -> None:
+    """As hooks on a GPU see it, which run in a thread of torch's."""
+    _, h, roots = in_backward(lambda g, leaf: ask(threading.get_ident()))
+    loss = h.sum()
+
+    def ask(thread: int) -> list[Any]:
+        found: list[Any] = []
+        other = threading.Thread(target=lambda: found.extend(_torch.roots_of_backward(thread)))
+        other.start()
+        other.join()
+        return found
+
+    loss.backward()
+    assert roots == [[loss.grad_fn]]
+
+
+def test_nodes_have_makers_and_leaves_and_keep_notes() -> None:
+    leaf = torch.ones(2, 2, requires_grad=True)
+    product = torch.ones(2, 2) @ leaf
+    node = product.grad_fn
+    none, accumulating = _torch.inputs_of(node)
+    assert none is None and _torch.leaf_of(accumulating) is leaf and _torch.leaf_of(node) is None
+    _torch.annotations_of(node)["note"] = accumulating
+    total = product.sum()
+    del product, node
+    assert _torch.annotations_of(_torch.inputs_of(total.grad_fn)[0])["note"] is accumulating
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda W, x: F.linear(x, W), "Mm"),
+        (lambda W, x: F.linear(x, W, torch.ones(3)), "Addmm"),
+        (lambda W, x: torch.bmm(x[None], W.T[None]), "Bmm"),
+        (lambda W, x: W @ x[0], "Mv"),
+        (lambda W, x: torch.addmv(torch.ones(3), W, x[0]), "Addmv"),
+        (lambda W, x: W[0].dot(x[0]), "Dot"),
+        (lambda W, x: torch.baddbmm(torch.ones(1, 2, 3), x[None], W.T[None]), "Baddbmm"),
+        (lambda W, x: torch.addbmm(torch.ones(2, 3), x[None], W.T[None]), "Addbmm"),
+        (lambda W, x: F.conv1d(x[None], W[:, :2, None]), "Convolution"),
+        (lambda W, x: F.embedding(torch.tensor([0]), W), "Embedding"),
+        (lambda W, x: F.embedding_bag(torch.tensor([[0]]), W), "EmbeddingBag"),
+    ],
+)
+def test_what_torch_calls_products(make: Any, name: str) -> None:
+    W, x = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4)
+    assert make(W, x).grad_fn.name() == f"{name}Backward0"
+    assert name in _PRODUCTS
 
 
 # ------------------------------------------------------------------ threads

@@ -12,7 +12,7 @@ from backpack.extensions.backprop_extension import FAIL_SILENT
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from torch import Tensor, nn
 
-from kfqn_ext._torch import computes_gradient_of, rows_of
+from kfqn_ext._torch import computes_gradient_of, rows_of, version_of
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.extensions.calls import call_of, is_added_up, objection_to
 from kfqn_ext.extensions.pooling import pooled, shares
@@ -24,12 +24,16 @@ Q = TypeVar("Q")
 
 @dataclass(frozen=True)
 class _Entry(Generic[Q]):
-    """A result, the last backward pass that it is of, the calls in it, and whether one pass had several of them."""
+    """A result, the last backward pass that it is of, the calls in it, and whether one pass had several of them.
+
+    ``grad`` is ``weight.grad`` as that pass has found it, and how often it had been written to.
+    """
 
     backward: int
     result: Q
     calls: tuple[weakref.ref[Any], ...]
     several: bool
+    grad: tuple[weakref.ref[Tensor], int] | None
 
 
 class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[misc]  # BackPACK has no types
@@ -55,7 +59,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
     """Whether passes count only where they add to ``weight.grad``, or would if it were not frozen for them: what
     ``autograd.grad`` returns is no step's."""
     follows_grad = False
-    """Whether results belong to ``weight.grad``, and are forgotten where that was set to None since."""
+    """Whether results belong to ``weight.grad``, and are forgotten where that was cleared since: set to None, or set to
+    zero in place before the next pass."""
     in_part: ClassVar[bool] = False
     """Whether what it measures is compared between two passes, or is cheap to take from a part. It is then measured on
     the part of a minibatch that both passes run."""
@@ -179,7 +184,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     def _objects(self, module: nn.Module) -> bool:
         """Whether this call is to be passed over, or another has ruled out that the pass is measured of the layer."""
-        backward, (why, trained) = call_of(module)[1], objection_to(module)
+        backward, (why, trained) = call_of(module)[1], objection_to(module, self.of_grad)
         if why is not None and cast(Tensor, module.weight).requires_grad and not trained:
             return True  # with weights that are held fixed, as a teacher's: no part of the layer's gradient
         if why is not None:
@@ -208,7 +213,9 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             result = (self._add_gradient if repeated else self.merge)(module, old.result, layer)
         several = old is not None and (old.several or (not repeated and old.backward == backward))
         calls = calls if repeated else (*calls, weakref.ref(call))
-        self._keep(module, _Entry(backward, result, calls, several))
+        grad = cast(Tensor, module.weight).grad
+        seen = None if grad is None else (weakref.ref(grad), version_of(rows_of(grad)))
+        self._keep(module, _Entry(backward, result, calls, several, seen))
 
     def _keep(self, module: nn.Module, entry: _Entry[Q]) -> None:
         self._results[module] = entry
@@ -217,10 +224,19 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     def _is_past(self, module: nn.Module) -> bool:
         """Whether what an earlier backward pass has left is no part of what comes."""
-        return not self.accumulate or self._is_cleared(module)
+        return not self.accumulate or self._is_cleared(module) or self._is_zeroed(module)
 
     def _is_cleared(self, module: nn.Module) -> bool:
         return self.follows_grad and not self.has_gradient(module)
+
+    def _is_zeroed(self, module: nn.Module) -> bool:
+        """Whether ``weight.grad`` was set to zero in place; waits for the device where it was written to at all."""
+        grad = cast(Tensor, module.weight).grad
+        if not self.follows_grad or grad is None:
+            return False
+        seen = self._results[module].grad if module in self._results else None
+        as_left = 0 if seen is None or seen[0]() is not grad else seen[1] + 1  # by the pass, which has added to it
+        return version_of(rows_of(grad)) != as_left and not bool(rows_of(grad).any())
 
     def _forget(self, module: nn.Module) -> None:
         result, weight = self._results.pop(module).result, module._parameters.get("weight")

@@ -1,6 +1,7 @@
 """Which call of a layer an extension is called for, in which backward pass, and whether it was h = W a + b."""
 
 import copy
+import threading
 import weakref
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from kfqn_ext._torch import accumulates_gradient_of, current_backward, has_global_forward_hooks, version_of
 from kfqn_ext.extensions.active import active
+from kfqn_ext.extensions.elsewhere import is_used_elsewhere
 from kfqn_ext.geometry import LayerGeometry, geometry_of
 
 CALL = "_kfqn_call"
@@ -20,6 +22,7 @@ class Call:
     def __init__(self, module: nn.Module) -> None:
         """Remember what the layer multiplies with, without holding it, and where the call is made."""
         self.within: int = current_backward()  # in which backward pass, as in a reentrant checkpoint; -1 for none
+        self.thread = threading.get_ident()
         self._used, self.trained = [], False
         for name in ("weight", "bias"):
             p = module._parameters.get(name)  # the one that torch.func.functional_call puts there
@@ -53,6 +56,16 @@ class Call:
         if _settings(module) != self._settings and self._geometry(module) != geometry_of(module):
             return "its settings (stride, padding, …) were changed since it was called; give each a layer of its own"
         return None
+
+    def objection_to_gradient(self, module: nn.Module) -> str | None:
+        """Why the weight's gradient is not that of its layer's calls and of penalties; None where nothing tells."""
+        weight = module._parameters["weight"]
+        if weight is None or not weight.requires_grad or not is_used_elsewhere(weight, self.thread):
+            return None
+        return (
+            "its weight is multiplied outside of the layer too, as by F.linear(x, layer.weight): the gradient is the "
+            "sum over both. Call the layer itself, whose calls are merged"
+        )
 
     def _geometry(self, module: nn.Module) -> LayerGeometry | None:
         """The layer as it was."""
@@ -96,10 +109,17 @@ def is_added_up(module: nn.Module) -> bool:
     return call is None or call.is_added_up(module)
 
 
-def objection_to(module: nn.Module) -> tuple[str | None, bool]:
+def objection_to(module: nn.Module, of_grad: bool) -> tuple[str | None, bool]:
     """Why the call that a layer's gradient has arrived for is not to be measured, and whether it has a gradient of W.
 
     BackPACK's own hooks don't tell.
+
+    Args:
+        module: The layer.
+        of_grad: Whether what is measured stands for the weight's whole gradient, and not for the call alone.
     """
     call: Call | None = module.__dict__.get(CALL)
-    return (None, True) if call is None else (call.objection(module), call.trained)
+    if call is None:
+        return None, True
+    why = call.objection(module)
+    return (call.objection_to_gradient(module) if why is None and of_grad else why), call.trained

@@ -34,6 +34,7 @@ from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions.active import BACKPACKS, active, has_backpacks_hooks, reaching
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.calls import CALL, Call
+from kfqn_ext.extensions.elsewhere import mark_as_own
 from kfqn_ext.geometry import is_layer, layer_input, refuse_nested
 from kfqn_ext.linalg.precision import without_autocast
 
@@ -247,6 +248,7 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
     if not measured:
         return
     kept, call, which = [holder], Call(module), watched.output_nr
+    mark_as_own(watched.grad_fn, x.grad_fn)
 
     def run(gradients: tuple[Tensor | None, ...]) -> None:
         g = gradients[which]

@@ -31,8 +31,6 @@ GradNorms = Mapping[Tensor, Tensor]
 Gradients = Mapping[Tensor, Tensor]
 """Of each parameter that has one: whole where its layer moves here, else what is here of it."""
 Shrinks = Mapping[Tensor, Rate]
-Parts = Sequence[tuple[Tensor, Tensor]]
-"""Parameters of a layer with views of their entries in a matrix like W, each shaped like its parameter."""
 # A momentum shrinks to 0.005 of itself in so many steps at β = 0.9: far from subnormal, at no cost worth a mention.
 _FLUSH_EVERY = 50
 
@@ -64,14 +62,14 @@ def descend(
         owners: Who finds the moves of layers with curvature.
     """
     gate, shrinks, shared = Gate(finite), _shrinks(groups), _shared(groups, state, plan, owners)
-    grads, parts = _gradients(groups, plan, owners), _parts_of_momenta(groups, state, plan, owners)
+    grads, moving = _gradients(groups, plan, owners), _moving_here(groups, state, plan, owners)
     for group in groups:
-        _forget(_idle_momenta(group, parts), gate)
-        _accumulate(list(_momenta(group, state, plan, parts, grads)), group, gate)
+        _forget(_idle_momenta(group, moving), gate)
+        _accumulate(list(_momenta(group, state, plan, moving, grads)), group, gate)
     ready: list[_Ready] = []
     moves: list[Move] = []
     for group in groups:
-        layers, others = _apart(group, state, plan, recipe.others, direction, grad_norms, parts, grads)
+        layers, others = _apart(group, state, plan, moving, recipe.others, direction, grad_norms, grads)
         ready += layers
         moves += _moves_of_others(others, group, recipe.others, shrinks, gate)
     moves += _moves_of_layers(ready, recipe.length, shrinks, gate)
@@ -90,30 +88,55 @@ def _gradients(groups: Sequence[Group], plan: Plan, owners: Owners) -> Gradients
     return owners.gradients(found, [plan.layers[p] for group in groups for p in group["params"] if p in plan.layers])
 
 
-def _parts_of_momenta(
+@dataclass(frozen=True)
+class _Moving:
+    """A layer that has a gradient, and whose momentum is here.
+
+    Attributes:
+        layer: The layer.
+        M: Its momentum, [*B, d_out, d_in].
+        parts: Its parameters that have a gradient, each with its part of M, a view.
+        idle: Parts of M whose parameter has none.
+    """
+
+    layer: Layer
+    M: Tensor
+    parts: Sequence[tuple[Tensor, Tensor]]
+    idle: Sequence[Tensor]
+
+
+def _moving_here(
     groups: Sequence[Group], state: Mapping[Tensor, State], plan: Plan, owners: Owners
-) -> dict[Tensor, Parts]:
-    """Of each layer that moves here, by its weight, the momentum of its parameters."""
-    layers = [plan.layers[p] for group in groups for p in group["params"] if p in plan.layers]
-    here = [layer for layer in layers if _moves_here(layer, state, owners)]
-    return {layer.weight: _parts(layer, momentum(layer, state[layer.weight])) for layer in here}
+) -> dict[Tensor, _Moving]:
+    """Such layers, by their weights."""
+    weights = [p for group in groups for p in group["params"] if p in plan.layers]
+    return {p: _moving(plan.layers[p], state[p]) for p in weights if _moves_here(plan.layers[p], state, owners)}
+
+
+def _moving(layer: Layer, state: State) -> _Moving:
+    M = momentum(layer, state)
+    parts = _parts(layer, M)
+    idle = [part for p, part in parts if p.grad is None]
+    return _Moving(layer, M, [(p, part) for p, part in parts if p.grad is not None] if idle else parts, idle)
 
 
 def _momenta(
-    group: Group, state: Mapping[Tensor, State], plan: Plan, parts: Mapping[Tensor, Parts], grads: Gradients
+    group: Group, state: Mapping[Tensor, State], plan: Plan, moving: Mapping[Tensor, _Moving], grads: Gradients
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Each gradient of a group, after the part of the momentum that it belongs to."""
     for p in group["params"]:
-        if p in parts:
-            yield from ((part, grads[q]) for q, part in _moving_parts(parts[p]))
+        if p in moving:
+            for q, part in moving[p].parts:
+                yield part, grads[q]
         elif p not in plan.layers and p not in plan.covered and p in grads:
             yield as_real(rows_of(_momentum_of(p, state[p]))), as_real(grads[p])
 
 
-def _idle_momenta(group: Group, parts: Mapping[Tensor, Parts]) -> Iterator[Tensor]:
+def _idle_momenta(group: Group, moving: Mapping[Tensor, _Moving]) -> Iterator[Tensor]:
     """Parts of a group's momenta whose parameter has no gradient, though its layer has one."""
     for p in group["params"]:
-        yield from (part for q, part in parts.get(p, ()) if q.grad is None)
+        if p in moving:
+            yield from moving[p].idle
 
 
 def _momentum_of(p: Tensor, state: State) -> Tensor:
@@ -126,7 +149,7 @@ def _momentum_of(p: Tensor, state: State) -> Tensor:
 def _moves_here(layer: Layer, state: Mapping[Tensor, State], owners: Owners) -> bool:
     """Whether a layer has a gradient, and this process its momentum."""
     here = owners.owns(layer) if owners.rows is not None else not is_elsewhere(state.get(layer.weight, {}))
-    return bool(_moving(layer)) and here
+    return bool(_with_gradient(layer)) and here
 
 
 def _shared(groups: Sequence[Group], state: Mapping[Tensor, State], plan: Plan, owners: Owners) -> dict[Tensor, Layer]:
@@ -135,20 +158,16 @@ def _shared(groups: Sequence[Group], state: Mapping[Tensor, State], plan: Plan, 
     Where a process has rows of parameters alone, it does so for all layers.
     """
     blocks = [block for block in plan.blocks(groups, state) if owners.rows is not None or is_started(block)]
-    return {p: block.layer for block in blocks for p in _moving(block.layer)}
+    return {p: block.layer for block in blocks for p in _with_gradient(block.layer)}
 
 
-def _moving(layer: Layer) -> list[Tensor]:
+def _with_gradient(layer: Layer) -> list[Tensor]:
     """Parameters of a layer that have a gradient."""
     return [p for p in (layer.weight, layer.bias) if p is not None and p.grad is not None]
 
 
-def _moving_parts(parts: Parts) -> Parts:
-    """Those of parameters that have a gradient."""
-    return [(p, part) for p, part in parts if p.grad is not None]
-
-
-def _parts(layer: Layer, W: Tensor) -> Parts:
+def _parts(layer: Layer, W: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Parameters of a layer with views of their entries in a matrix like W, each shaped like its parameter."""
     weight, bias = layer.geometry.columns(W, layer.weight.shape)
     parts = [(layer.weight, weight)]
     if layer.bias is not None and bias is not None:
@@ -193,42 +212,39 @@ def _forget(momenta: Iterable[Tensor], gate: Gate) -> None:
 class _Ready:
     """A layer with curvature, ready to move."""
 
-    layer: Layer
+    moving: _Moving
     group: Group
     step: Step
-    momenta: Parts
 
 
 def _apart(
     group: Group,
     state: Mapping[Tensor, State],
     plan: Plan,
+    moving: Mapping[Tensor, _Moving],
     rule: Others,
     direction: Direction,
     grad_norms: GradNorms,
-    parts: Mapping[Tensor, Parts],
     grads: Gradients,
 ) -> tuple[list[_Ready], list[Other]]:
     """What of a group moves: layers along H_G M H_A, and parameters that have no such direction."""
     layers, others = [], []
     for p in group["params"]:
-        layer = plan.layers.get(p)
-        if layer is None:
-            if p not in plan.covered and p in grads:
-                others.append(Other(p, grads[p], _momentum_of(p, state[p]), state[p]))
-        elif p in parts:
-            M, momenta = momentum(layer, state[p]), _moving_parts(parts[p])
-            P = direction(layer, group, M)
+        layer, found = plan.layers.get(p), moving.get(p)
+        if found is not None:
+            P = direction(found.layer, group, found.M)
             if P is None:
-                others += [Other(q, grads[q], part, state[q]) for q, part in momenta]
+                others += [Other(q, grads[q], part, state[q]) for q, part in found.parts]
             else:
-                for q, _ in momenta:
+                for q, _ in found.parts:
                     rule.forget(state.get(q, {}))
-                norms = [grad_norms[q] for q, _ in momenta]
-                layers.append(_Ready(layer, group, Step(P, M, norms, group["momentum"], state[p]), momenta))
-        else:
-            for q in _moving(layer):
+                norms = [grad_norms[q] for q, _ in found.parts]
+                layers.append(_Ready(found, group, Step(P, found.M, norms, group["momentum"], state[p])))
+        elif layer is not None:
+            for q in _with_gradient(layer):
                 rule.forget(state.get(q, {}))
+        elif p not in plan.covered and p in grads:
+            others.append(Other(p, grads[p], _momentum_of(p, state[p]), state[p]))
     return layers, others
 
 
@@ -253,7 +269,7 @@ def _moves_of_layers(ready: Sequence[_Ready], rule: StepLength, shrinks: Shrinks
     """Moves of layers; the lengths of all that are akin are found together."""
     akin: dict[Any, list[_Ready]] = {}
     for one in ready:
-        akin.setdefault(kin(one.layer), []).append(one)
+        akin.setdefault(kin(one.moving.layer), []).append(one)
     for members in akin.values():
         found = rule.scales([one.step for one in members], gate)
         scales = [None] * len(members) if found is None else found.unbind()
@@ -262,6 +278,6 @@ def _moves_of_layers(ready: Sequence[_Ready], rule: StepLength, shrinks: Shrinks
 
 
 def _moves_of_layer(one: _Ready, rate: Rate, shrinks: Shrinks) -> Iterator[Move]:
-    directions = _moving_parts(_parts(one.layer, one.step.direction))
-    for (p, part), (_, M) in zip(directions, one.momenta, strict=True):
-        yield Move(p, part, M, rate, rate, shrinks[p])
+    P = dict(_parts(one.moving.layer, one.step.direction))
+    for p, M in one.moving.parts:
+        yield Move(p, P[p], M, rate, rate, shrinks[p])

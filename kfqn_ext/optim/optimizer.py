@@ -315,7 +315,8 @@ class KroneckerOptimizer(Optimizer):
             self._warn_once(_NEVER_RAN)
             it = self._iteration = None
         lacks_loss = self._step_cap is not None and (it is None or it.loss is None)
-        checks.step(self._gradients(), it is not None or self._has_curvature(), lacks_loss)
+        needs_none = not any(b.layer.weight.grad is not None for b in self._blocks())
+        checks.step(self._parameters(), it is not None or self._has_curvature() or needs_none, lacks_loss)
         checks.averaged(self._gradients(), self._passes.ranks.rows is not None)
         self._apply_schedules()
         return it
@@ -323,7 +324,7 @@ class KroneckerOptimizer(Optimizer):
     def _learn_from_first(self, due: Sequence[Block], it: Iteration | None, finite: Tensor) -> None:
         """Learn what the first pass alone can teach, and note who needs the second."""
         if it is None:
-            if due:
+            if any(b.layer.weight.grad is not None for b in due):
                 self._warn_once("step() ran without measurements when curvature was due; it was not updated.")
             return
         learner = self._preconditioner
@@ -340,8 +341,9 @@ class KroneckerOptimizer(Optimizer):
         P = None if layer.weight.grad is None else self._preconditioner.direction(block, M)
         if P is None and (self._iteration is None or layer not in self._iteration.rejected):
             self._warn_once(
-                f"Layer {layer.name} has a gradient but was not measured (called through F.linear, or with other "
-                "weights or settings, compiled before it was extended, or its weight frozen?); it moves by "
+                f"Layer {layer.name} has a gradient but was not measured (called through F.linear, or its weight "
+                "multiplied outside of it too, or called with other weights or settings, compiled before it was "
+                "extended, or its weight frozen?); it moves by "
                 f"{self.recipe.others.title}, as others do."
             )
         return P
@@ -459,11 +461,11 @@ class KroneckerOptimizer(Optimizer):
         ``autograd.grad``. Several passes accumulate, as ``.grad`` does.
         """
         held: Any = module.weight
-        weight = self._planned.weights.get(module)
-        waiting = self._passes.listening.is_paused or self._iteration is not None
+        weight, listening = self._planned.weights.get(module), self._passes.listening
+        waiting = listening.is_paused or listening.is_idle or self._iteration is not None
         if waiting or weight is None or not (weight is held or is_divided(weight)) or not accumulates_gradient_of(held):
             return ()
-        return self._passes.listening.measurement(self._begin_listening).extensions
+        return listening.measurement(self._begin_listening).extensions
 
     def _begin_listening(self) -> Measurement:
         has_rows = self._passes.ranks.rows is not None
@@ -490,7 +492,12 @@ class KroneckerOptimizer(Optimizer):
             self._iteration = Iteration(self.param_groups[0]["step"] + 1, heard.results(), self._passes.fraction)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, see ``torch.optim.Optimizer``, and forget what was measured with them."""
+        """Clear gradients, see ``torch.optim.Optimizer``, and forget what was measured with them.
+
+        So does whoever clears a layer's gradients in another way, as ``model.zero_grad()``: a minibatch that is dropped
+        without a step, as after a loss of NaN, teaches nothing. Where they are set to zero in place, the next pass that
+        reaches the layer notices.
+        """
         self._passes.listening.forget()
         super().zero_grad(set_to_none)
 
@@ -538,7 +545,7 @@ class KroneckerOptimizer(Optimizer):
             yield
         with torch.no_grad():
             self._bad_second_passes.note(second.not_finite().to(finite.device) & finite)
-            self._learn_from_both(self._blocks(layers), it, second, finite & second.same_data.to(finite.device))
+            self._learn_from_both(self._blocks(layers), it, second, finite & second.repeats.to(finite.device))
 
     def _learn_from_both(self, due: Sequence[Block], it: Iteration, second: Results, finite: Tensor) -> None:
         started = [b for b in due if is_started(b)]

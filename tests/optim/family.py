@@ -124,6 +124,12 @@ class Member:
         """Along how many directions H_A learns in a step."""
         return self.action_A + isinstance(self.recipe.input_inverse, StepHessianAction)
 
+    def pairs_of_A(self, steps: int) -> int:
+        """How many pairs H_A learns from in so many steps, each due: none in a first one that has inverted its A."""
+        inverted = isinstance(self.recipe.input_inverse, HessianAction)
+        moves = isinstance(self.recipe.input_inverse, MovingHessianAction)
+        return self.directions_A * (steps - (inverted and not moves))
+
     @property
     def learned_A(self) -> str:
         """Where its state has what H_A has learned."""

@@ -1,6 +1,7 @@
 """A weight or a bias that is frozen while its layer trains: it drives nothing, whatever momentum it had."""
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import Minibatch
+from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
 from tests.cases import assert_close
 from tests.optim.family import FAMILY, one_per, rows
 
@@ -132,3 +133,50 @@ def test_a_bias_that_trains_again_starts_from_rest() -> None:
     model[0].bias.requires_grad_(True)
     step(model, optimizer)
     assert torch.equal(optimizer.state[model[0].weight]["momentum"][:, 4], model[0].bias.grad)
+
+
+# ------------------------------------------------------------------ nothing but frozen weights
+
+
+def with_frozen_weights(build: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = build(model)
+    for layer in (model[0], model[3]):
+        layer.weight.requires_grad_(False)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("build", [OnePassKBFGS, KBFGS])
+@pytest.mark.filterwarnings("ignore:Layer .* has a gradient but was not measured")
+def test_where_all_weights_are_frozen_the_rest_moves_as_others_do(build: Any) -> None:
+    model, optimizer = with_frozen_weights(build)
+    before, losses = {name: p.detach().clone() for name, p in model.named_parameters()}, []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "step.. ran without measurements")
+        for _ in range(4):
+            optimizer.zero_grad()
+            with optimizer.first_pass() if build is KBFGS else nullcontext():
+                loss = F.cross_entropy(model(X), Y)
+                loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"0.bias", "1.weight", "1.bias", "3.bias"}
+
+
+@pytest.mark.parametrize("build", [OnePassKBFGS, KBFGS])
+def test_where_all_is_frozen_there_is_nothing_to_train(build: Any) -> None:
+    model, optimizer = with_frozen_weights(build)
+    model.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="nothing to train: requires_grad is False"):
+        optimizer.step()
+
+
+def test_a_weight_with_a_gradient_that_nobody_measured_is_still_an_error() -> None:
+    model, optimizer = with_frozen_weights(KBFGS)
+    model.requires_grad_(True)
+    F.cross_entropy(model(X), Y).backward()
+    with pytest.raises(RuntimeError, match="nothing measured"):
+        optimizer.step()

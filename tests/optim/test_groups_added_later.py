@@ -63,7 +63,7 @@ def test_layers_before_a_normalization_go_on_learning(name: str, share: float) -
         seen.append([optimizer.state[model.conv.weight][f"pairs_seen_{side}"].tolist() for side in "AG"])
         spared.append(optimizer._preconditioner.normalized._spared == {model.conv})
     assert spared == [True, True]
-    assert seen[0] == seen[1] == [[4 * FAMILY[name].directions_A, 0, 0], [0, 0, 0]]
+    assert seen[0] == seen[1] == [[FAMILY[name].pairs_of_A(4), 0, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("name", FAMILY)

@@ -105,6 +105,7 @@ CLEARED: dict[str, Callable[[nn.Module, Any], Any]] = {
     "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
     "optimizer.zero_grad(set_to_none=False)": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "model.zero_grad()": lambda model, optimizer: model.zero_grad(),
+    "model.zero_grad(set_to_none=False)": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "p.grad = None": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
 }
 
@@ -116,6 +117,27 @@ def test_a_pass_whose_gradients_were_cleared_changes_nothing(how: str) -> None:
         CLEARED[how](model, optimizer)
 
     assert_identical(trained(before=cleared), trained())
+
+
+def test_a_gradient_that_is_written_to_between_micro_batches_was_not_cleared() -> None:
+    """As clipping does, here by a norm that leaves it as it is."""
+
+    def in_parts(clip: bool) -> Callable[..., None]:
+        def passes(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+            for part in range(3):
+                (F.cross_entropy(model(x[part::3]), y[part::3]) / 3).backward()
+                if clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+
+        return passes
+
+    found = []
+    for clip in (False, True):
+        model = net()
+        optimizer = OnePassKBFGS(model)
+        train(model, optimizer, passes=in_parts(clip))
+        found.append(left(model, optimizer))
+    assert_identical(*found)
 
 
 class TwoHeads(nn.Module):

@@ -15,7 +15,6 @@ Generated from the list that the tests run (`python -m tests.real.matrix`); each
 * **momentum**: trains; the parameters that no block covers move by AdamW, or in the paper's form by their momentum, as
   `repr(optimizer)` says.
 * **refused**: an error or a warning says what was found, why it can't work, and what to write instead.
-* **unseen**: trains, and learns from a part without a word, for nothing tells; the row says what to write instead.
 
 Data are along dimension 0 of a layer's input. With `batch_first=False` that is time: the layers train, with the roles
 of data and locations exchanged; prefer `batch_first=True`.

@@ -6,8 +6,7 @@ A row says what a user's model or script does, what then happens, and why. ``che
 * works: measured and preconditioned, as the reference says;
 * momentum: trains, and the parameters named move without a block, by AdamW or their momentum, as the optimizer's table
   says;
-* refused: an error or a warning says what was found, why it can't work, and what to write instead;
-* unseen: trains, and learns from a part without a word, for nothing tells; the row says what to write instead.
+* refused: an error or a warning says what was found, why it can't work, and what to write instead.
 """
 
 from collections.abc import Callable
@@ -35,7 +34,7 @@ def _rows(area: str, *rows: tuple[str, str, str, Callable[[], None]]) -> list[Ro
     return [Row(area, *row) for row in rows]
 
 
-W, M, R, U = "works", "momentum", "refused", "unseen"
+W, M, R = "works", "momentum", "refused"
 ROWS: list[Row] = [
     *_rows(
         "models",
@@ -44,7 +43,7 @@ ROWS: list[Row] = [
         ("in-place on views", W, "the hook sits on the view's base", models.in_place_on_a_view),
         ("in-place dropout", W, "the second pass draws the same mask", models.in_place_dropout),
         ("module used twice", W, "its calls are merged as one batch; A is looked at along the mean input of all of them", models.module_used_twice),
-        ("weights used again by F.linear", U, "the layer's own calls are measured, and the gradient is a sum: autograd does not tell another product from a penalty. Call the layer itself, whose calls are merged, or leave its weight to another optimizer", calls.weight_used_again),
+        ("weights used again by F.linear", M, "by any product with data outside of the layer, as `x @ layer.weight.T`: the gradient is a sum, and a warning names the layer. Call the layer itself, whose calls are merged. Not seen: `(x * weight).sum()`, and products inside of compiled code", calls.weight_used_again),
         ("penalties on weights", W, "in the gradient, and not in the curvature, as any weight decay", calls.penalties_on_weights),
         ("hooks that change outputs", W, "before or after `extend`, prepended or not: the layer's own output is watched before they run", calls.hooks_that_change_outputs),
         ("hooks that change inputs or gradients", W, "what the layer multiplied, and the gradient that entered it", calls.hooks_that_change_inputs_or_gradients),
@@ -106,7 +105,7 @@ ROWS: list[Row] = [
         ("auxiliary pass in a closure", W, "in the second pass as well, whose weights are frozen: with `backpack.disable()` it costs less", loops.auxiliary_pass_in_a_closure),
         ("gradients that are returned", W, "`autograd.grad(loss, weights)` in a first pass, for GradNorm or a log, is no data", calls.gradients_that_are_returned),
         ("weights changed before the backward pass", M, "in place: a warning names the layer. What is written through `.data` nobody can see", calls.weights_changed_before_the_backward_pass),
-        ("two models in two threads", W, "as alone, where they draw no random numbers: torch's generators are the process's", calls.two_models_in_two_threads),
+        ("two models in two threads", W, "as alone. Where one draws from torch's generator, which is the process's, and the other disturbs it between the passes, that pair is not learned from, with a warning: a lock around both passes is the way out. Draws by modules are watched, those by functions as `F.dropout` are not", calls.two_models_in_two_threads),
         ("step without first_pass", R, "when curvature is due: a warning, and no older measurement is used", loops.measurements_are_used_once),
         ("step without anything", R, "the error shows both forms", loops.step_without_a_closure),
         ("backward(inputs=...)", W, "layers outside have no result, and reading one says why", loops.partial_backward),

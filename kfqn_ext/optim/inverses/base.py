@@ -60,6 +60,11 @@ class Measured:
         """Whether all of these were measured."""
         return all(self.get(kind) is not None for kind in kinds)
 
+    def keep(self, kinds: Iterable[Kind]) -> None:
+        """Let go all that none of these gives."""
+        known, kinds = self._quantities, tuple(kinds)
+        self._quantities = {made_by: q for made_by, q in known.items() if issubclass(made_by, kinds)}
+
     def __iter__(self) -> Any:
         """All quantities."""
         return iter(self._quantities.values())
@@ -106,7 +111,7 @@ class Inverse:
     """Extensions whose quantities ``learn`` needs from the second pass."""
     starts_from: ClassVar[Kinds] = ()
     """Extensions whose quantities ``start`` needs: from the first pass, or from a warm start's; from a second pass on
-    sampled targets where ``second`` names one of them too."""
+    sampled targets where ``second`` names one of them too. ``learn`` is shown those that it names itself."""
     recomputed: ClassVar[tuple[str, ...]] = ()
     """What ``update_inverse`` makes anew in a state. Of several processes one does it then, and sends these."""
 

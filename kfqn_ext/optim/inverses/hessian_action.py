@@ -1,13 +1,13 @@
 """H_A by BFGS along s = H_A ā with the exact action y = A s + λ_A s of a matrix that is known, ``eq_1``."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kfqn_ext.extensions import InputGram, InputQuantities
+from kfqn_ext.extensions import InputGram, InputMoments, InputQuantities
 from kfqn_ext.linalg import bfgs_update_each_, damped_inverse
 from kfqn_ext.linalg.padded import stack, times_each
 from kfqn_ext.linalg.pairs import dot
@@ -16,29 +16,26 @@ from kfqn_ext.optim.inverses.base import InputInverse, Kinds, Measured, Seen, St
 from kfqn_ext.optim.inverses.lbfgs import checked_history_size, start_pairs, times_pairs, update_pairs
 
 
-def _actions(rule: InputInverse, states: Sequence[State], seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """(s, A s + λ_A s) of each layer for this minibatch's A and s = H_A ā, [L, *B, d]."""
-    pairs = [_action(rule, state, measured) for state, measured in zip(states, seen.first, strict=True)]
-    s, A_s = (stack(vectors) for vectors in zip(*pairs, strict=True))
-    _note_leverage(states, s, seen)
-    return _damped(s, A_s, seen, damping)
+def _looked_at(states: Sequence[State], seen: Seen, damping: Tensor) -> tuple[list[State], Seen, Tensor]:
+    """The same without layers whose first H_A was made from this very A: it maps every y = A s + λ_A s to its s."""
+    known = [i for i, measured in enumerate(seen.first) if measured[InputQuantities].s is not None]
+    if len(known) in (0, len(states)):
+        return list(states) if known else [], seen, damping
+    first, second = ([measured[i] for i in known] for measured in (seen.first, seen.second))
+    seen = replace(seen, first=first, second=second)
+    return [states[i] for i in known], seen, torch.stack([damping[i] for i in known])
+
+
+def _products(seen: Seen) -> tuple[Tensor, Tensor]:
+    """(s, A s) of each layer, [L, *B, d], or of several directions, [L, *B, d, k]."""
+    moments = [measured[InputQuantities] for measured in seen.first]
+    return stack(m.s for m in moments if m.s is not None), stack(m.A_s for m in moments if m.A_s is not None)
 
 
 def _damped(s: Tensor, A_s: Tensor, seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
     """(s, A s + λ_A s), empty where the minibatch is not finite."""
     y = A_s + damping.unsqueeze(-1) * s
     return torch.where(seen.finite, s, 0.0), torch.where(seen.finite, y, 0.0)
-
-
-def _action(rule: InputInverse, state: State, measured: Measured) -> tuple[Tensor, Tensor]:
-    """(s, A s) of one layer; the pass that made its first H_A has formed A instead of probing."""
-    moments = measured[InputQuantities]
-    if moments.s is not None and moments.A_s is not None:
-        # In a layer's first pass limited memory looks along ā itself, before its H_A = γI is known.
-        gamma = state["gamma_A"].unsqueeze(-1) if moments.s is moments.a_bar else None
-        return (moments.s, moments.A_s) if gamma is None else (gamma * moments.s, gamma * moments.A_s)
-    s = rule.precondition(state, moments.a_bar.unsqueeze(-2)).squeeze(-2)
-    return s, moments.A @ s if measured.A is None else times(measured.A, s)
 
 
 def _note_leverage(states: Sequence[State], s: Tensor, seen: Seen) -> None:
@@ -48,6 +45,21 @@ def _note_leverage(states: Sequence[State], s: Tensor, seen: Seen) -> None:
     leverage = torch.stack(torch._foreach_mul(products.unbind(), [float(m.num_locations) for m in moments]))
     kept = [state["leverage"] for state in states]
     torch._foreach_copy_(kept, torch.where(seen.finite, leverage, torch.stack(kept)).unbind())
+
+
+def _first_leverage(H_A: Tensor, measured: Measured) -> Tensor:
+    """The same where H_A has just been made from this A; zero where ā was not measured."""
+    moments: InputMoments | None = measured.get(InputQuantities)
+    if moments is None:
+        return H_A.new_zeros(H_A.shape[:-2])
+    a_bar, T = moments.a_bar, moments.num_locations
+    return dot(times(H_A, a_bar), a_bar).squeeze(-1) * T
+
+
+def _update(states: Sequence[State], s: Tensor, A_s: Tensor, seen: Seen, damping: Tensor) -> None:
+    """Update each dense H_A by the pair (s, A s + λ_A s)."""
+    kept = bfgs_update_each_([state["H_A"] for state in states], *_damped(s, A_s, seen, damping))
+    count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
 
 
 @dataclass(frozen=True)
@@ -60,16 +72,18 @@ class HessianAction(InputInverse):
         assert measured.A is not None
         state["H_A"] = damped_inverse(measured.A, damping)
         start_count(state, "pairs_seen_A", damping)
-        state["leverage"] = torch.zeros_like(damping)
+        state["leverage"] = _first_leverage(state["H_A"], measured)
 
     def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
         # None in the very pass that measures A for the first H_A.
         return times(state["H_A"], a_bar) if "H_A" in state else None
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        s, y = _actions(self, states, seen, damping)
-        kept = bfgs_update_each_([state["H_A"] for state in states], s, y)
-        count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+        states, seen, damping = _looked_at(states, seen, damping)
+        if states:
+            s, A_s = _products(seen)
+            _note_leverage(states, s, seen)
+            _update(states, s, A_s, seen, damping)
 
 
 @dataclass(frozen=True)
@@ -84,13 +98,12 @@ class StepHessianAction(HessianAction):
         return _two_directions(state, a_bar) if "H_A" in state else None
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        products = [_two_products(state, measured) for state, measured in zip(states, seen.first, strict=True)]
-        inverses = [state["H_A"] for state in states]
-        S, A_S = (stack(sides) for sides in zip(*products, strict=True))
-        _note_leverage(states, S[..., 0], seen)
-        for s, A_s in zip(S.unbind(-1), A_S.unbind(-1), strict=True):
-            kept = bfgs_update_each_(inverses, *_damped(s, A_s, seen, damping))
-            count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+        states, seen, damping = _looked_at(states, seen, damping)
+        if states:
+            S, A_S = _products(seen)
+            _note_leverage(states, S[..., 0], seen)
+            for s, A_s in zip(S.unbind(-1), A_S.unbind(-1), strict=True):
+                _update(states, s, A_s, seen, damping)
 
 
 def _two_directions(state: State, a_bar: Tensor) -> Tensor:
@@ -98,15 +111,6 @@ def _two_directions(state: State, a_bar: Tensor) -> Tensor:
     s = times(state["H_A"], a_bar)
     u = state.get("u")
     return torch.stack((s, torch.zeros_like(s) if u is None else u.to(s.dtype)), dim=-1)
-
-
-def _two_products(state: State, measured: Measured) -> tuple[Tensor, Tensor]:
-    """(S, A S) of one layer, with both directions as columns."""
-    moments = measured[InputQuantities]
-    if moments.s is not None and moments.A_s is not None:
-        return moments.s, moments.A_s
-    S = _two_directions(state, moments.a_bar)
-    return S, moments.A @ S if measured.A is None else measured.A @ S
 
 
 @dataclass(frozen=True)
@@ -167,11 +171,24 @@ class HessianActionLBFGS(InputInverse):
         state["leverage"] = torch.zeros_like(damping)
 
     def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
+        # In a layer's first pass along ā itself, before its H_A = γI is known.
         return times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else a_bar
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        kept = update_pairs(states, "A", *_actions(self, states, seen, damping), 1.0 / damping)
+        s, A_s = (stack(vectors) for vectors in zip(*map(self._product, states, seen.first), strict=True))
+        _note_leverage(states, s, seen)
+        kept = update_pairs(states, "A", *_damped(s, A_s, seen, damping), 1.0 / damping)
         count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+
+    def _product(self, state: State, measured: Measured) -> tuple[Tensor, Tensor]:
+        """(s, A s) of one layer."""
+        moments = measured[InputQuantities]
+        assert moments.s is not None
+        assert moments.A_s is not None
+        if moments.s is not moments.a_bar:
+            return moments.s, moments.A_s
+        gamma = state["gamma_A"].unsqueeze(-1)
+        return gamma * moments.s, gamma * moments.A_s
 
     def precondition(self, state: State, M: Tensor) -> Tensor:  # noqa: D102
         return times_pairs(state, "A", M.mT).mT

@@ -183,9 +183,9 @@ def empty_closure(gradients: GradientWatch) -> None:
         )
 
 
-def step(gradients: list[Tensor], has_measurements: bool, lacks_loss: bool) -> None:
+def step(parameters: list[Tensor], has_measurements: bool, lacks_loss: bool) -> None:
     """Raise a RuntimeError where a step has nothing to work with."""
-    _gradients(gradients)
+    _gradients([p.grad for p in parameters if p.grad is not None], any(p.requires_grad for p in parameters))
     if not has_measurements:
         raise RuntimeError(
             "step() has nothing measured to work with. Pass a closure, step(Minibatch(model, loss_fn, x, y)), or run "
@@ -206,8 +206,13 @@ def averaged(grads: list[Tensor], are_divided: bool) -> None:
         )
 
 
-def _gradients(grads: list[Tensor]) -> None:
+def _gradients(grads: list[Tensor], are_trained: bool) -> None:
     """Raise a RuntimeError where there is none, or a sparse one."""
+    if not grads and not are_trained:
+        raise RuntimeError(
+            "There is nothing to train: requires_grad is False for all parameters of the optimizer. Unfreeze some with "
+            "requires_grad_(True), or call step() where some are trained alone."
+        )
     if not grads:
         raise RuntimeError(
             "No parameter has a gradient. The closure must run loss.backward(); without a closure, run it before "

@@ -26,6 +26,11 @@ class Listening:
                 ext.follows_grad = True
         return self._measurement
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the step that comes is known to need no measurement."""
+        return self._measurement is not None and not self._measurement.extensions
+
     def take(self) -> Measurement | None:
         """That of the step that begins, which is then over; None where no pass has run since the last."""
         measurement, self._measurement = self._measurement, None

@@ -18,6 +18,7 @@ from kfqn_ext.extensions import (
 )
 from kfqn_ext.optim.inverses import Measured
 from kfqn_ext.optim.inverses.base import Kind
+from kfqn_ext.optim.passes.draws import Draws
 from kfqn_ext.optim.passes.reading import Reading
 
 _FALSE = torch.zeros((), dtype=torch.bool, device="cpu")
@@ -28,16 +29,18 @@ class Results(dict[nn.Module, Measured]):
 
     Attributes:
         reading: What the layers were given; None where nobody looked.
-        same_data: Of a second pass, whether it read the data of the first, for all that is known, bool [].
+        draws: The random numbers of the pass; likewise.
+        repeats: Of a second pass, whether it had the data and random numbers of the first, as far as is known, bool [].
     """
 
     reading: Reading | None = None
-    same_data: Tensor = ~_FALSE
+    draws: Draws | None = None
+    repeats: Tensor = ~_FALSE
 
     def like(self, quantities: Mapping[nn.Module, Measured]) -> "Results":
         """Other quantities of the same pass."""
         new = Results(quantities)
-        new.reading, new.same_data = self.reading, self.same_data
+        new.reading, new.draws, new.repeats = self.reading, self.draws, self.repeats
         return new
 
     def not_finite(self) -> Tensor:

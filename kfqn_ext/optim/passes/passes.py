@@ -14,6 +14,7 @@ from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses.base import Kind, Measured
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import checks
+from kfqn_ext.optim.passes.draws import Draws
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.listening import Listening
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
@@ -61,6 +62,12 @@ class Passes:
         self._other_data = LateWarning(
             "A second pass read other data than the first; nothing was learned from the two. Draw the minibatch outside"
             " of the closure, so that it is the same at each call."
+        )
+        self._other_draws = LateWarning(
+            "A second pass drew other random numbers than the first, as other dropout masks; nothing was learned from "
+            "the two. torch's generators are the process's: other threads may draw meanwhile. Let a lock keep them "
+            "apart, from the first pass to the end of the second, or give each a process. What is not the model's is "
+            "drawn outside of both passes."
         )
         self._has_other_rows = False  # in a layer, than others have: its first rows need not be the first data's
 
@@ -121,9 +128,11 @@ class Passes:
         if may_repeat:
             self._replay.record()
             results.reading = Reading(self.fraction)
+            results.draws = Draws() if self._compares else None
         with (
             self.listening.paused(),
             nullcontext() if results.reading is None else read_inputs(results.reading),
+            nullcontext() if results.draws is None else results.draws.watch(self._model),
             measuring(measurement.extensions),
         ):
             yield results
@@ -214,7 +223,7 @@ class Passes:
         Raises:
             RuntimeError: If none of the layers was reached, or gradients came in float16 without a ``loss_scale``.
         """
-        results, reading = Results(), Reading(1.0)
+        results, reading, draws = Results(), Reading(1.0), Draws()
         probes = Probes(A=lambda module, a_bar: None)
         pool, asked = self.ranks.pool, (wanted, self._loss_reduction, probes, loss_scale)
         measurement = Measurement(*asked, of_grad=True, pools=pool is not None)
@@ -223,33 +232,37 @@ class Passes:
             self.ranks.alone(),
             read_inputs(reading),
             self._replay.repeat([layer.module for layer in layers]),
+            draws.watch(self._model),
             measuring(measurement.extensions, alone=True),
         ):
             yield results
         checks.second_pass(layers, measurement)
-        if first.reading is not None:
-            results.same_data = first.reading.agrees_with(reading)
+        same_data = results.repeats if first.reading is None else first.reading.agrees_with(reading)
+        same_draws = first.draws is None or first.draws.agree_with(draws)
         found = measurement.results()
+        other_data, other_draws = ~same_data, _on_host(not same_draws).to(same_data.device)
         if pool is not None:
-            found = self._pool_second(pool, found, first, results.same_data)
-            results.same_data = found.same_data
-        self._other_data.note(~results.same_data)
+            found, other_data, other_draws = self._pool_second(pool, found, first, other_data, not same_draws)
+        self._other_data.note(other_data)
+        self._other_draws.note(other_draws)
+        results.repeats = ~(other_data | other_draws)
         if pool is not None or self._replay.is_exact:
             results.update(found)
 
-    def _pool_second(self, pool: Pool, found: Results, first: Results, same_data: Tensor) -> Results:
-        """What the second pass has shown on all ranks; of other data than the first, where some rank says so."""
+    def _pool_second(
+        self, pool: Pool, found: Results, first: Results, other_data: Tensor, other_draws: bool
+    ) -> tuple[Results, Tensor, Tensor]:
+        """What the second pass has shown on all ranks; whether one had other data, or other random numbers."""
         has_rows = self.ranks.rows is not None  # then h̄ follows from ā, as in the first pass
-        without, inexact = {"h_bar" if has_rows else "a_bar"}, float(not self._replay.is_exact)
+        without, said = {"h_bar" if has_rows else "a_bar"}, (float(other_draws), float(not self._replay.is_exact))
         if self._compares:
-            whole, told = pool.repeated(found, first, self._weights, (inexact,), (~same_data,), without)
-            is_same = (told == 0).all()
+            whole, told = pool.repeated(found, first, self._weights, said, (other_data,), without)
+            draws, data = told[0] > 0, (told[1:] > 0).any()
         else:
-            whole, (inexact, other) = pool.pooled(found, self._weights, (inexact,), (~same_data,), without)
-            whole, is_same = whole.like({} if inexact else whole), torch.tensor(other == 0, device="cpu")
-        whole = pool.outputs(whole)
-        whole.same_data = is_same
-        return whole
+            whole, sums = pool.pooled(found, self._weights, said, (other_data,), without)
+            draws, data = _on_host(sums[0] > 0), _on_host(sums[2] > 0)
+            whole = whole.like({} if sums[1] else whole)
+        return pool.outputs(whole), data, draws
 
     def over_data(
         self,
@@ -284,3 +297,7 @@ class Passes:
         }
         whole, (of_all,) = pool.pooled(Results(complete), OF_BATCHES, [count])
         return whole, round(of_all)
+
+
+def _on_host(flag: bool) -> Tensor:
+    return torch.tensor(flag, device="cpu")

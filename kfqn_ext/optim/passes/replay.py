@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kfqn_ext._torch import is_batch_norm, is_dropout
 from kfqn_ext.extensions import input_gradients_only
+from kfqn_ext.optim.passes.draws import generator_state
 from kfqn_ext.optim.passes.snapshot import Marks, Snapshot, left_as_it_was, tensors
 
 _LOOKS = 2  # first passes in which parameters are compared by value: at first a copy equals what it is to follow
@@ -36,7 +37,7 @@ class Replay:
 
     def record(self) -> None:
         """Remember torch's random number generators, and what a forward pass changes, before the first pass."""
-        self._states = {device: _generator_state(device) for device in (None, *cuda_devices(self._model))}
+        self._states = {device: generator_state(device) for device in (None, *cuda_devices(self._model))}
         self._before = Snapshot(self._model, [t for t in self._kept() if not t.requires_grad])
         self._marks = Marks(self._model, by_value=self._looks < _LOOKS)
         self._looks += 1
@@ -44,7 +45,7 @@ class Replay:
     def look_for_draws(self) -> None:
         """Find out, after the first pass, whether it drew random numbers; states live on the host."""
         if not self._mixes_data:
-            self.drew = any(not torch.equal(_generator_state(d), state) for d, state in self._states.items())
+            self.drew = any(not torch.equal(generator_state(d), state) for d, state in self._states.items())
 
     def look_for_writes(self) -> None:
         """Find out, after the first pass, whether it wrote to a frozen copy: then it can be repeated the next time."""
@@ -99,10 +100,6 @@ class Replay:
 def cuda_devices(model: nn.Module) -> list[int]:
     """The CUDA devices that a model's parameters are on."""
     return sorted({p.device.index for p in model.parameters() if p.is_cuda})
-
-
-def _generator_state(device: int | None) -> Tensor:
-    return torch.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
 
 
 def _depends_on_batch(module: nn.Module) -> bool:

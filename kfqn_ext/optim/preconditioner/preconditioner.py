@@ -130,6 +130,8 @@ class Preconditioner:
     def start(self, unstarted: Iterable[Block], results: Results) -> list[Block]:
         """Make the initial curvature of layers from what was measured, in their states; of others', leave a mark.
 
+        What is needed for that alone is let go layer by layer: A is as large as the H_A that is made from it.
+
         Returns:
             Layers of which something was measured that is not finite: they have none yet.
         """
@@ -139,6 +141,7 @@ class Preconditioner:
             measured = results.get(block.layer.module, _NOTHING)
             if measured.has(self._starts_from):
                 (made if self._start(block, measured) else rejected).append(block)
+            measured.keep(self.recipe.first | self.recipe.second)
         if self._is_divided:
             self._hand_out([(block, name) for block in made for name in blocks.made(block.layer, self.recipe)])
         return rejected
@@ -170,8 +173,9 @@ class Preconditioner:
         if not reached and block.layer.weight.grad is not None and blocks.is_started(block):
             self._warn_once(
                 f"Layer {block.layer.name} has a gradient but was not measured when its curvature was due (called "
-                "through F.linear, or with other weights or settings, compiled before it was extended, or backward() "
-                "with create_graph=True?); it keeps what it has."
+                "through F.linear, or its weight multiplied outside of it too, or called with other weights or "
+                "settings, compiled before it was extended, or backward() with create_graph=True?); it keeps what it "
+                "has."
             )
         return reached
 

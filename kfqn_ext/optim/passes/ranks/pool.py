@@ -98,7 +98,7 @@ class Pool:
         parts = [part for of_all, part in known if of_all is not None]  # what nobody saw then is not sent
         counts = [Counts(q.num_data, q.num_locations) for q, _ in known if q is not None]
         if not parts:
-            return results.like({}), torch.zeros((), device="cpu")
+            return results.like({}), torch.zeros(len(said) + len(flags) + 1, device="cpu")
         sums, numbers = self._pooled(parts, table, said, flags, without)
         expected = beside([n for count in counts for n in _numbers_of(count)], numbers)
         apart = (numbers[: len(expected)] - expected).abs() > 0.5 + 1e-6 * expected  # of integers, and rounded ones

@@ -1,0 +1,73 @@
+"""Whether two passes draw the same random numbers: torch's generators are the process's, and other threads draw too."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfqn_ext._torch import is_dropout
+
+
+class Draws:
+    """Where the generators stood in one pass, before and after each call of a module which draws.
+
+    Draws of functions, as ``F.dropout``, can't be told from those of another thread and are not watched: a model that
+    draws nothing may learn beside one that draws all the time.
+    """
+
+    def __init__(self) -> None:
+        """Know of no draw yet."""
+        self._before: dict[nn.Module, int] = {}
+        self._seen: Counter[tuple[nn.Module, int, int]] = Counter()
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Take note while the body runs a model."""
+        drawing = [module for module in model.modules() if draws(module)]
+        hooks = [module.register_forward_pre_hook(self._enter) for module in drawing]
+        hooks += [module.register_forward_hook(self._leave, prepend=True) for module in drawing]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._before[module] = _position(args)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._seen[module, self._before[module], _position(args)] += 1
+
+    def agree_with(self, other: "Draws") -> bool:
+        """Whether the draws of one pass are among those of the other.
+
+        One of the two may have had calls beside those that count, as for a log; a checkpoint may repeat fewer.
+        """
+        return self._seen <= other._seen or other._seen <= self._seen
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a module is known to draw random numbers in the mode it is in."""
+    if is_dropout(module):
+        return module.training and module.p > 0
+    rate: Any = getattr(module, "dropout", 0.0)  # as attention and recurrent layers call it
+    named = any(word in type(module).__name__.lower() for word in ("drop", "noise", "stochastic"))
+    drops = isinstance(rate, float | int) and rate > 0
+    return module.training and (named or drops or isinstance(module, nn.RReLU))
+
+
+def _position(args: Any) -> int:
+    """Where the generator stands on the device of a module's input."""
+    device = next((value.device for value in args if isinstance(value, Tensor)), None)
+    state = generator_state(device.index if device is not None and device.type == "cuda" else None)
+    return hash(state.numpy().tobytes())
+
+
+def generator_state(device: int | None) -> Tensor:
+    """The state of the generator of a CUDA device, or of the CPU's: a tensor on the host."""
+    return torch.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
