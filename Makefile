@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.14.1 torchvision==0.29.1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check fmt docs docs-links bench bench-record gpu-check clean
+.PHONY: help demo test test-slow check fmt docs docs-links bench bench-record release-check matrix gpu-check clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,34 @@ docs-links: $(STAMP)  ## renew docs/inventories, for links to torch, BackPACK an
 bench: $(STAMP)  ## compare with other optimizers: time, memory, state; numbers and figure in runs/
 	$(PY) -m pip install --quiet -e ".[bench]"
 	$(PY) -m benchmarks --json runs/bench.json --figure runs/bench.png
+
+# The new environment sees the libraries of .venv, torch among them, but not its editable installation: no second 6 GB.
+RELEASE := runs/release
+release-check: $(STAMP)  ## build the sdist and the wheel, and use both in a new environment, without the checkout
+	$(PY) -c "import build, twine" || $(PY) -m pip install --quiet -e ".[release]"
+	rm -rf dist $(RELEASE)
+	$(PY) -m build --outdir dist
+	$(PY) -m twine check --strict dist/*
+	$(PY) -m venv $(RELEASE)/venv
+	$(RELEASE)/venv/bin/python -m pip install --quiet --no-deps dist/*.whl
+	$(PY) -c "import site, sys; open(sys.argv[1], 'w').write(site.getsitepackages()[0])" \
+		$$(ls -d $(RELEASE)/venv/lib/python3*/site-packages)/libraries.pth
+	tar -xf dist/*.tar.gz -C $(RELEASE)
+	$(RELEASE)/venv/bin/python $(RELEASE)/kfqn_ext-*/tests/installed_check.py $(RELEASE)/kfqn_ext-*/README.md
+	cd $(RELEASE)/kfqn_ext-* && ../venv/bin/python -m pytest -q --collect-only | tail -1
+	cd $(RELEASE)/kfqn_ext-* && ../venv/bin/python -m pytest -q tests/linalg tests/geometry tests/test_api.py tests/test_links.py
+
+# Oldest and newest Python and torch to be had; what passes is what pyproject.toml may claim. With pyenv, name the
+# Pythons: PYENV_VERSION=3.10.13:3.13.0 make matrix. Each environment takes 6 GB.
+MATRIX ?= 3.10/2.6.0 3.13/2.14.1
+MATRIX_TESTS := tests/extensions tests/geometry tests/linalg tests/test_docs.py README.md docs
+matrix: $(MATRIX:%=runs/matrix/%)  ## slow: the quick tests on the oldest and the newest Python and torch
+
+.PHONY: $(MATRIX:%=runs/matrix/%)
+$(MATRIX:%=runs/matrix/%): runs/matrix/%:
+	test -x $@/bin/python || python$(patsubst %/,%,$(dir $*)) -m venv $@
+	$@/bin/python -m pip install --quiet torch==$(notdir $*) -e ".[tests]"
+	$@/bin/python -m pytest -q $(MATRIX_TESTS)
 
 bench-record: $(STAMP)  ## make the tables of docs/performance.md again, in twenty minutes; DATA=folder of MNIST
 	$(PY) -m benchmarks.page --data-root $(DATA)

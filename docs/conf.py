@@ -14,6 +14,7 @@ import kfqn_ext  # noqa: E402
 
 project = "kfqn-ext"
 author = "the kfqn-ext authors"
+copyright = author  # noqa: A001
 release = kfqn_ext.__version__
 
 extensions = [
@@ -24,13 +25,21 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build", "curvature", "gallery", "inventories", "sg_execution_times.rst"]
+exclude_patterns = [
+    "_build",
+    "curvature",
+    "gallery",
+    "inventories",
+    "**/sg_execution_times.rst",
+    "sg_execution_times.rst",
+]
 nitpicky = True
 nitpick_ignore_regex = [("py:(class|obj)", r"kfqn_ext\..*\._?[A-Z]")]  # type variables
 myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "kfqn-ext"
+python_maximum_signature_line_length = 90  # longer ones have a line for each argument
 
 autodoc_member_order = "bysource"
 autoclass_content = "both"
@@ -69,9 +78,9 @@ def plain_signs(app: Any, what: str, name: str, obj: Any, options: Any, lines: l
     lines[:] = text.split("\n")
 
 
-def short_defaults(app: Any, what: str, name: str, obj: Any, options: Any, arguments: str, returns: str) -> Any:
-    """Say which function made a default that is one, and not where it lies in memory."""
-    return re.sub(r"<function (\w+)[^>]*>+(?: at \w+>)?", r"\1(…)", arguments or "") or None, returns
+def names_of_functions(app: Any, what: str, name: str, obj: Any, options: Any, arguments: str, returns: str) -> Any:
+    """Show a default that is a function by its name, and not by where it lies in memory."""
+    return arguments and re.sub(r"<function (\w+) at \w+>", r"\1", arguments), returns
 
 
 # ------------------------------------------------------------------ links
@@ -111,5 +120,5 @@ def setup(app: Any) -> None:
     """Register what is above; before napoleon and intersphinx."""
     app.connect("source-read", beyond_the_site)
     app.connect("autodoc-process-docstring", plain_signs, priority=400)
-    app.connect("autodoc-process-signature", short_defaults)
+    app.connect("autodoc-process-signature", names_of_functions)
     app.connect("missing-reference", public_name, priority=400)

@@ -5,6 +5,7 @@ a group keeps what its schedules last wrote: who sets another value has taken ov
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kfqn_ext.optim.groups.hyperparameters import UPDATE_FREQS
@@ -32,7 +33,21 @@ def burn_in(final: int = 20, growth: int = 20) -> Callable[[int], int]:
     Returns:
         The schedule.
     """
-    return lambda k: min(final, max(1, k // growth))
+    return _BurnIn(final, growth)
+
+
+@dataclass(frozen=True, repr=False)
+class _BurnIn:
+    """A default of constructors, whose signatures show it."""
+
+    final: int
+    growth: int
+
+    def __call__(self, k: int) -> int:
+        return min(self.final, max(1, k // self.growth))
+
+    def __repr__(self) -> str:
+        return f"burn_in(final={self.final}, growth={self.growth})"
 
 
 BURN_IN = burn_in()
