@@ -130,7 +130,7 @@ def _draw_spectra(axes: Any, layer: LayerReport) -> None:
     axes.set_xlabel("rank", fontsize=_FONT)
     axes.set_title("eigenvalues; thin: minus the negative ones", fontsize=_FONT)
     if axes.lines:
-        axes.legend(fontsize=_FONT, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
+        axes.legend(fontsize=_FONT, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
 
 
 def _ranks(values: Sequence[float]) -> range:
