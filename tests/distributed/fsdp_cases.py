@@ -197,7 +197,7 @@ def fsdp_steps(ranks: int, which: tuple[str, str, str]) -> None:
     check(pair)
 
 
-@case(*((dtype, cleared) for dtype in (F64, torch.float32) for cleared in ("optimizer", "model")))
+@case((F64, "optimizer"), (torch.float32, "model"))
 def fsdp_loop_of_any_optimizer(ranks: int, which: tuple[torch.dtype, str]) -> None:
     """Micro-batches, of which the last alone sends gradients; a pass whose gradient nobody wants; evaluations.
 
