@@ -10,7 +10,7 @@ from kfqn_ext.extensions.inputs import InputMoments, InputQuantities, Probe, Sin
 from kfqn_ext.extensions.kbfgs import KBFGSQuantities, LayerMoments, with_outputs
 from kfqn_ext.extensions.kfac import KFACFactors, KroneckerFactors
 from kfqn_ext.extensions.pooling import averaged, pooled
-from kfqn_ext.extensions.traces import FactorTraces, Traces
+from kfqn_ext.extensions.traces import FactorTraces, InputTrace, InputTraces, Traces
 
 __all__ = [
     "FactorTraces",
@@ -21,6 +21,8 @@ __all__ = [
     "InputGram",
     "InputMoments",
     "InputQuantities",
+    "InputTrace",
+    "InputTraces",
     "KBFGSQuantities",
     "KFACFactors",
     "KroneckerFactors",

@@ -31,7 +31,7 @@ class KroneckerFactors(Shown):
     def traces(self) -> Traces:
         """Their mean eigenvalues."""
         A, G = (M.diagonal(dim1=-2, dim2=-1).mean(-1) for M in (self.Omega, self.Gamma))
-        return Traces(A, G, self.num_data, self.num_locations)
+        return Traces(A=A, G=G, num_data=self.num_data, num_locations=self.num_locations)
 
 
 class KFACFactors(LayerExtension[KroneckerFactors]):

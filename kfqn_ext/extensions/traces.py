@@ -1,7 +1,7 @@
 """Traces of a layer's two factors, for splits of the damping that look at their sizes."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,23 @@ from kfqn_ext.extensions.shown import Shown
 from kfqn_ext.geometry import LayerGeometry, LayerPass
 
 
-@dataclass(frozen=True, repr=False)
-class Traces(Shown):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class InputTrace(Shown):
+    """The mean eigenvalue of A: its trace over its size.
+
+    Attributes:
+        A: tr(A) / d_in, [*B].
+        num_data: N.
+        num_locations: |T|; an average where calls of one layer had different numbers.
+    """
+
+    A: Annotated[Tensor, over(DATA)]
+    num_data: int
+    num_locations: float
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Traces(InputTrace):
     """Mean eigenvalues of A and of the (empirical) Fisher factor Γ: their traces over their sizes.
 
     Attributes:
@@ -23,29 +38,54 @@ class Traces(Shown):
         num_locations: |T|; an average where calls of one layer had different numbers.
     """
 
-    A: Annotated[Tensor, over(DATA)]
     G: Annotated[Tensor, over(SQUARES)]
-    num_data: int
-    num_locations: float
 
 
-class FactorTraces(LayerExtension[Traces]):
+T = TypeVar("T", bound=InputTrace)
+
+
+class InputTraces(LayerExtension[T]):
+    """tr(A) / d_in of each layer, A's mean eigenvalue, without forming A. The output's gradient is not read.
+
+    The result, an :class:`InputTrace`, is ``weight.input_trace`` and ``ext[module]``.
+    """
+
+    savefield = "input_trace"
+
+    @classmethod
+    def blank(cls, geometry: LayerGeometry, like: Tensor) -> T:  # noqa: D102
+        return cast(T, InputTrace(A=like.new_ones(geometry.blocks), num_data=1, num_locations=1))
+
+    def measure(self, module: nn.Module, layer: LayerPass) -> T:  # noqa: D102
+        return cast(T, _of_inputs(layer))
+
+    def add_gradient(self, module: nn.Module, old: T, layer: LayerPass) -> T:  # noqa: D102
+        return old
+
+
+class FactorTraces(InputTraces[Traces]):
     """tr(A) / d_in and tr(Γ) / d_out of each layer, the factors' mean eigenvalues, without forming A or Γ.
 
-    The result is ``weight.factor_traces`` and ``ext[module]``. A and Γ are those of :class:`KFACFactors`.
+    The result, :class:`Traces`, is ``weight.factor_traces`` and ``ext[module]``. A and Γ are those of
+    :class:`KFACFactors`.
     """
 
     savefield = "factor_traces"
+    add_gradient = LayerExtension.add_gradient
 
     @classmethod
     def blank(cls, geometry: LayerGeometry, like: Tensor) -> Traces:  # noqa: D102
-        return Traces(like.new_ones(geometry.blocks), like.new_ones(geometry.blocks), 1, 1)
+        return Traces(**vars(super().blank(geometry, like)), G=like.new_ones(geometry.blocks))
 
     def measure(self, module: nn.Module, layer: LayerPass) -> Traces:  # noqa: D102
-        # E_n Σ_t ‖a_t‖²: a patch of the batch mean of x² holds the mean squares of a patch of x. (A homogeneous 1
-        # is its own square.)
-        x_squared = layer.x.square().mean(0, keepdim=True)  # a norm over the data costs a CPU ten times as much
-        A = layer.geometry.mean_patch(x_squared).sum(-1) * layer.num_locations
-        g_squared = torch.linalg.vector_norm(layer.geometry.outputs(layer.g), dim=(0, 1, -1)).square()
-        G = g_squared * (layer.grad_scale**2 / (layer.num_data * layer.num_locations))
-        return Traces(A / layer.geometry.d_in, G / layer.geometry.d_out, layer.num_data, layer.num_locations)
+        squared = torch.linalg.vector_norm(layer.geometry.outputs(layer.g), dim=(0, 1, -1)).square()
+        G = squared * (layer.grad_scale**2 / (layer.num_data * layer.num_locations))
+        return Traces(**vars(_of_inputs(layer)), G=G / layer.geometry.d_out)
+
+
+def _of_inputs(layer: LayerPass) -> InputTrace:
+    # E_n Σ_t ‖a_t‖²: a patch of the batch mean of x² holds the mean squares of a patch of x. (A homogeneous 1 is its
+    # own square.)
+    x_squared = layer.x.square().mean(0, keepdim=True)  # a norm over the data costs a CPU ten times as much
+    A = layer.geometry.mean_patch(x_squared).sum(-1) * layer.num_locations
+    return InputTrace(A=A / layer.geometry.d_in, num_data=layer.num_data, num_locations=layer.num_locations)

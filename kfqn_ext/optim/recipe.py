@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kfqn_ext.extensions import FactorTraces
+from kfqn_ext.extensions import FactorTraces, InputTraces
 from kfqn_ext.linalg import splits
 from kfqn_ext.optim.inverses import InputInverse, Inverse, OutputInverse
 from kfqn_ext.optim.inverses.base import Kind
@@ -103,7 +103,8 @@ class Recipe:
     def _traces(self) -> tuple[Kind, ...]:
         """What measures the traces, where the split needs them and the rules do not keep the factors themselves."""
         known = all(type(rule).trace is not Inverse.trace for rule in self._rules)
-        return (FactorTraces,) if splits.reads_traces(self.split) and not known else ()
+        kind = InputTraces if self.output_inverse.in_own_units else FactorTraces
+        return (kind,) if splits.reads_traces(self.split) and not known else ()
 
 
 def untuned(recipe: Recipe) -> Recipe:

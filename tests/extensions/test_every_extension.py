@@ -12,6 +12,7 @@ from kfqn_ext.extensions import (
     FisherProducts,
     InputGram,
     InputQuantities,
+    InputTraces,
     KBFGSQuantities,
     KFACFactors,
     extend,
@@ -20,7 +21,15 @@ from tests.cases import IGNORE_EVEN_SAME, Case, every_case
 
 pytestmark = IGNORE_EVEN_SAME
 F64 = torch.float64
-EXTENSIONS: list[Any] = [FactorTraces, FisherProducts, InputGram, InputQuantities, KBFGSQuantities, KFACFactors]
+EXTENSIONS: list[Any] = [
+    FactorTraces,
+    FisherProducts,
+    InputGram,
+    InputQuantities,
+    InputTraces,
+    KBFGSQuantities,
+    KFACFactors,
+]
 every_extension = pytest.mark.parametrize("make", EXTENSIONS)
 
 
@@ -90,11 +99,24 @@ def test_the_inputs_alone_give_the_input_side(case: Case) -> None:
     assert isinstance(q, type(found)) and not hasattr(found, "dh_bar")
 
 
-def test_a_second_loss_tells_the_inputs_nothing_new() -> None:
-    layer, alone = extend(nn.Linear(3, 2)), InputQuantities(accumulate=True)
+@every_case
+def test_the_trace_of_A_alone_is_that_of_both(case: Case) -> None:
+    layer, x, both, alone = extend(case.layer()), case.input(), FactorTraces(), InputTraces()
+    with backpack(both):
+        layer(x).sum().backward()
     with backpack(alone):
+        h = layer(x)
+        h.backward(torch.full_like(h, torch.nan))
+    assert torch.equal(alone[layer].A, both[layer].A) and not hasattr(alone[layer], "G")
+    assert isinstance(both[layer], type(alone[layer]))
+
+
+def test_a_second_loss_tells_the_inputs_nothing_new() -> None:
+    layer, alone, trace = extend(nn.Linear(3, 2)), InputQuantities(accumulate=True), InputTraces(accumulate=True)
+    with backpack(alone, trace):
         h = layer(torch.randn(4, 3))
         h.sum().backward(retain_graph=True)
-        first = alone[layer]
+        first, trace_of_first = alone[layer], trace[layer]
         h.sin().sum().backward()
     assert alone[layer] is first and first.num_data == 4
+    assert trace[layer] is trace_of_first and trace_of_first.num_data == 4

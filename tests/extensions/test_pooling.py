@@ -18,6 +18,7 @@ from kfqn_ext.extensions import (
     GramOperator,
     InputGram,
     InputQuantities,
+    InputTraces,
     KBFGSQuantities,
     KFACFactors,
     KroneckerFactors,
@@ -46,6 +47,7 @@ EXTENSIONS: list[Callable[..., LayerExtension[Any]]] = [
     InputGram,
     lambda **options: InputQuantities(probe=one_direction, **options),
     FactorTraces,
+    InputTraces,
 ]
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from kfqn_ext.extensions import FactorTraces, InputMoments, KFACFactors, Traces
+from kfqn_ext.extensions import InputMoments, InputTrace, InputTraces, KFACFactors
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.linalg.splits import Balance
 from kfqn_ext.optim.groups.plan import Block, Layer, working_dtype
@@ -102,11 +102,11 @@ def _tensors(measured: Measured, recipe: Recipe) -> list[Tensor]:
 def _make(block: Block, recipe: Recipe, measured: Measured) -> None:
     assert measured.num_locations is not None
     state = block.state
-    traces, factors = measured.get(FactorTraces), measured.get(KFACFactors)
+    traces, factors = measured.get(InputTraces), measured.get(KFACFactors)
     if traces is None and factors is not None:
         traces = factors.traces()
     if traces is not None:
-        state["trace_A"], state["trace_G"] = traces.A, traces.G
+        state.update(_by_key(traces))
     state["num_locations"] = _on_host(measured.num_locations)
     M = momentum(block.layer, state)
     (*blocks, d_out, d_in) = M.shape
@@ -175,7 +175,7 @@ def learn(blocks: Sequence[Block], recipe: Recipe, seen: Seen) -> None:
     """Update both inverses of layers of one :func:`kin` from the two passes over a minibatch."""
     pairs = []
     for block, first in zip(blocks, seen.first, strict=True):
-        _follow_traces(block.state, first.get(FactorTraces), seen.finite)
+        _follow_traces(block.state, first.get(InputTraces), seen.finite)
         pairs.append(dampings(block, recipe, first.num_locations))
     damping_A, damping_G = (torch.stack(values) for values in zip(*pairs, strict=True))
     states = [block.state for block in blocks]
@@ -183,13 +183,17 @@ def learn(blocks: Sequence[Block], recipe: Recipe, seen: Seen) -> None:
     recipe.output_inverse.learn(states, seen, damping_G)
 
 
-def _follow_traces(state: State, traces: Traces | None, finite: Tensor, decay: float = 0.9) -> None:
+def _follow_traces(state: State, traces: InputTrace | None, finite: Tensor, decay: float = 0.9) -> None:
     """Move the averages of the factors' mean eigenvalues, where the split needs them."""
-    if traces is not None:
-        for name, value in zip(_TRACES, (traces.A, traces.G), strict=True):
-            old = state[name]
-            moved = torch.where(old > 0, torch.lerp(value, old, decay), value)  # zero: no mean of anything yet
-            old.copy_(torch.where(torch.isfinite(value) & finite, moved, old))
+    for key, value in ({} if traces is None else _by_key(traces)).items():
+        old = state[key]
+        moved = torch.where(old > 0, torch.lerp(value, old, decay), value)  # zero: no mean of anything yet
+        old.copy_(torch.where(torch.isfinite(value) & finite, moved, old))
+
+
+def _by_key(traces: InputTrace) -> State:
+    """What was measured of A's and Γ's mean eigenvalues, as a layer's state calls them."""
+    return {key: getattr(traces, factor) for key, factor in zip(_TRACES, "AG", strict=True) if hasattr(traces, factor)}
 
 
 @full_precision()
