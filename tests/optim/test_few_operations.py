@@ -91,7 +91,7 @@ def learning_operations(layers: int, row: str) -> int:
         ("KBFGSL, many pairs", 23),  # which is formed as a matrix, for all small layers at once
         ("trace split", 47),  # and averages of two traces, and dampings from them
         ("KBFGS, untuned", 48),  # and a second direction for H_A
-        ("OnePassKBFGS", 47),  # four directions for H_G, without averages of s and y
+        ("OnePassKBFGS", 41),  # four directions for H_G, without averages of s and y
     ],
 )
 def test_operations_of_a_layer_that_learns(row: str, per_layer: int) -> None:
