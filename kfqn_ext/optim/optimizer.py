@@ -481,7 +481,6 @@ class KroneckerOptimizer(Optimizer):
     def _take_heard(self) -> None:
         """Make the minibatch of what was heard, where no other is waiting for its step."""
         checks.hooks(self._planned.layers.values(), type(self).__name__)
-        rest(self._model)
         heard = self._passes.listening.take()
         if heard is not None and self._iteration is None:
             checks.processes(self, self._passes.ranks.is_chosen)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.fsdp2 import rows_of_a_step, sent, update_of_kbfgs
 from kfqn_ext._torch import is_divided, own_rows, rest, row_counts, rows_among_zeros, rows_of, units_of_fsdp2
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities, extend, input_gradients_only
@@ -184,7 +185,7 @@ ROWS_OF_STEPS = {
     "KBFGS, untuned": ("by layer",),
     "KFAC, untuned": ("whole",),
     "KBFGSL": ("by block",),
-    "OnePassKBFGS": tuple(WAYS),
+    "OnePassKBFGS": ("whole", "by layer"),
 }
 
 
@@ -196,7 +197,7 @@ def fsdp_steps(ranks: int, which: tuple[str, str, str]) -> None:
     check(pair)
 
 
-@case(*((dtype, cleared) for dtype in (F64, torch.float32) for cleared in ("optimizer", "model")))
+@case((F64, "optimizer"), (torch.float32, "model"))
 def fsdp_loop_of_any_optimizer(ranks: int, which: tuple[torch.dtype, str]) -> None:
     """Micro-batches, of which the last alone sends gradients; a pass whose gradient nobody wants; evaluations.
 
@@ -317,6 +318,41 @@ def fsdp_warm_start(ranks: int, row: str) -> None:
     check(pair)
 
 
+@case("KBFGS", "KFAC")
+def fsdp_warm_start_from_unequal_loaders(ranks: int, row: str) -> None:
+    """Of three batches here and one there: who has run out goes on, without counting."""
+    pair, sizes = pair_of(row, "mlp", "by layer"), unequal_shares(ranks)
+    x, y = data("mlp", 100, sum(sizes))
+    sampler = second_best if pair.samples else None
+
+    def loader(model: nn.Module, x: Tensor, y: Tensor) -> list[Minibatch]:
+        parts = zip(x.split(5), y.split(5), strict=True)
+        return [Minibatch(model, F.cross_entropy, x_, y_, sampler) for x_, y_ in parts]
+
+    mine = loader(pair.model, share(x, sizes), share(y, sizes))
+    given = [None] * ranks
+    dist.all_gather_object(given, len(mine))
+    assert len(set(given)) > 1
+    pair.optimizer.warm_start(iter(mine), progress=False)  # whose length nobody knows
+    every = [part for x_, y_ in zip(x.split(sizes), y.split(sizes), strict=True) for part in loader(pair.twin, x_, y_)]
+    pair.reference.warm_start(every, progress=False)
+    by_closure(pair, "mlp", equal_shares(ranks), range(5))
+    check(pair)
+
+
+@case()
+def fsdp_warm_start_of_a_rank_without_batches(ranks: int) -> None:
+    pair = pair_of("KBFGS", "mlp")
+    x, _ = data("mlp", 0)
+    with pytest.raises(ValueError, match=f"loaders of 1 of {ranks} processes have no batch.*one batch at least"):
+        pair.optimizer.warm_start([(x,)] * dist.get_rank(), progress=False)
+    with pytest.raises(ValueError, match="the loader has no batch"):
+        pair.optimizer.warm_start([], progress=False)
+    assert not pair.optimizer.state
+    by_closure(pair, "mlp", equal_shares(ranks), range(3))
+    check(pair)
+
+
 @case("KBFGS", "KBFGS, untuned", "OnePassKBFGS")
 def fsdp_batch_that_is_not_finite(ranks: int, row: str) -> None:
     """Of one rank: nobody steps, and all go on."""
@@ -419,20 +455,39 @@ def fsdp_state_and_messages(ranks: int) -> None:
     """Layers' state is on one rank each, as the plan says, and a step sends a gradient's size there and back."""
     pair = pair_of("KBFGS", "mlp", "by layer", T=100)
     by_closure(pair, "mlp", equal_shares(ranks), range(2))
-    owners, rows = pair.optimizer._preconditioner.owners, pair.optimizer._passes.ranks.rows
+    owners = pair.optimizer._preconditioner.owners
     layers = pair.optimizer._planned.layers
     size = sum(t.numel() * t.element_size() for w in layers for t in pair.optimizer.state[w].values())
     sizes = [torch.zeros((), dtype=torch.float64) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor(float(size), dtype=torch.float64))
     told = f"{float(max(sizes)) / float(sum(sizes)):.0%}"
     assert f"{float(owners.share(layers).split('%')[0]):.0f}%" == told, (owners.share(layers), told)
-    before = rows.messages, rows.bytes_sent
+    before = sent(pair.optimizer)
     by_closure(pair, "mlp", equal_shares(ranks), range(2, 3))
-    sent = torch.tensor([rows.messages - before[0], rows.bytes_sent - before[1]])
-    assert sent[0] == 2
-    dist.all_reduce(sent)
+    traffic = sent(pair.optimizer) - before
+    assert (traffic.row_messages, traffic.rest_messages) == (2, 1)  # there and back; norms
+    assert traffic.rows == sum(rows_of_a_step(pair.optimizer))
+    total = torch.tensor(traffic.rows)
+    dist.all_reduce(total)
     inside = sum(p.numel() for layer in layers.values() for p in (layer.weight, layer.bias)) * 8
-    assert int(sent[1]) <= 2 * inside
+    assert int(total) <= 2 * inside
+
+
+@case()
+def fsdp_messages_of_an_update(ranks: int) -> None:
+    """Vectors as long as layers are wide: of both passes, with h̄ from rows, and s from its owner."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+    model = by_layer(net)
+    optimizer, steps = KBFGS.as_printed(model, lr=0.01, damping=1.0, curvature_update_freq=2), []
+    for _ in range(4):
+        before = sent(optimizer)
+        optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(8, 64, dtype=F64), torch.arange(8) % 3))
+        steps.append(sent(optimizer) - before)
+    of_update = steps[3] - steps[2]
+    assert of_update.rows == of_update.row_messages == 0
+    assert of_update.rest_messages == 4 + min(ranks, 3)
+    assert 0 <= of_update.rest - update_of_kbfgs(optimizer) <= 8 * 60  # counts, and what ranks agree on
 
 
 @case()

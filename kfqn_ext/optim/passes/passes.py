@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
+from kfqn_ext._torch import rows_of
 from kfqn_ext.extensions import SingleCalls, measuring, read_inputs
 from kfqn_ext.optim.groups.plan import Layer
 from kfqn_ext.optim.inverses.base import Kind, Measured
@@ -15,7 +17,7 @@ from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.listening import Listening
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
-from kfqn_ext.optim.passes.ranks import Directions, OneProcess, Ranks
+from kfqn_ext.optim.passes.ranks import Directions, OneProcess, Pool, Ranks
 from kfqn_ext.optim.passes.ranks.weights import OF_A_MEAN, OF_A_SUM, OF_BATCHES
 from kfqn_ext.optim.passes.reading import Reading
 from kfqn_ext.optim.passes.replay import Replay
@@ -146,7 +148,7 @@ class Passes:
             lambda kind: compared if kind in self._compared else self._fraction,
             of_grad=True,
             single=self._single_calls,
-            pools=self.ranks.several,
+            pools=self.ranks.pool is not None,
         )
 
     def pool_first(
@@ -165,18 +167,19 @@ class Passes:
         Raises:
             ValueError: If no rank has a datum.
         """
-        if not self.ranks.several or not first:
+        pool = self.ranks.pool
+        if pool is None or not first:
             return first, normalizers
         replay = self._replay
         mine = [float(replay.drew), float(self._has_other_rows), float(not replay.is_exact)]
         said = [*mine, *self._said_of(first, normalizers or {})]
-        whole, said = self.ranks.pooled(first, self._weights, said, without={"h_bar"})
+        whole, said = pool.pooled(first, self._weights, said, without={"h_bar"})
         if not whole:
             raise ValueError("The batches of all ranks are empty: there is no datum to learn from. Drop empty batches.")
         (drew, rows, inexact), rest = said[:3], said[3:]
         replay.drew, self._has_other_rows, replay.is_exact = drew > 0, rows > 0, inexact == 0
         agreed = None if normalizers is None else self._agreed(first, rest)
-        return self.ranks.probed(first, whole, self._weights, directions), agreed
+        return pool.probed(first, whole, self._weights, directions), agreed
 
     def _said_of(self, first: Results, normalizers: Normalizers) -> list[float]:
         """For each layer: whether it saw data here, whether a normalization was found there, and the number of it."""
@@ -213,8 +216,8 @@ class Passes:
         """
         results, reading = Results(), Reading(1.0)
         probes = Probes(A=lambda module, a_bar: None)
-        pools = self.ranks.several
-        measurement = Measurement(wanted, self._loss_reduction, probes, loss_scale, of_grad=True, pools=pools)
+        pool, asked = self.ranks.pool, (wanted, self._loss_reduction, probes, loss_scale)
+        measurement = Measurement(*asked, of_grad=True, pools=pool is not None)
         with (
             checks.reaching(layers, measurement),
             self.ranks.alone(),
@@ -227,24 +230,24 @@ class Passes:
         if first.reading is not None:
             results.same_data = first.reading.agrees_with(reading)
         found = measurement.results()
-        if pools:
-            found = self._pool_second(found, first, results.same_data)
+        if pool is not None:
+            found = self._pool_second(pool, found, first, results.same_data)
             results.same_data = found.same_data
         self._other_data.note(~results.same_data)
-        if pools or self._replay.is_exact:
+        if pool is not None or self._replay.is_exact:
             results.update(found)
 
-    def _pool_second(self, found: Results, first: Results, same_data: Tensor) -> Results:
+    def _pool_second(self, pool: Pool, found: Results, first: Results, same_data: Tensor) -> Results:
         """What the second pass has shown on all ranks; of other data than the first, where some rank says so."""
         has_rows = self.ranks.rows is not None  # then h̄ follows from ā, as in the first pass
         without, inexact = {"h_bar" if has_rows else "a_bar"}, float(not self._replay.is_exact)
         if self._compares:
-            whole, told = self.ranks.repeated(found, first, self._weights, (inexact,), (~same_data,), without)
+            whole, told = pool.repeated(found, first, self._weights, (inexact,), (~same_data,), without)
             is_same = (told == 0).all()
         else:
-            whole, (inexact, other) = self.ranks.pooled(found, self._weights, (inexact,), (~same_data,), without)
+            whole, (inexact, other) = pool.pooled(found, self._weights, (inexact,), (~same_data,), without)
             whole, is_same = whole.like({} if inexact else whole), torch.tensor(other == 0, device="cpu")
-        whole = self.ranks.outputs(whole)
+        whole = pool.outputs(whole)
         whole.same_data = is_same
         return whole
 
@@ -255,14 +258,29 @@ class Passes:
         forward: Callable[[Any], Any] | None,
         progress: bool,
     ) -> Results:
-        """Measure what makes the initial curvature, over a data set; see :func:`measure_data`."""
-        results = measure_data(self._model, layers, self._recipe, self._loss_reduction, loader, forward, progress)
-        if not self.ranks.several:
-            return results
+        """Measure what makes the initial curvature, over a data set; see :func:`measure_data`.
+
+        Raises:
+            ValueError: If no process has a batch, or ``forward`` is needed and missing.
+        """
+        bar = tqdm(loader, desc="warm start", disable=not progress or self.ranks.rank > 0, leave=False)
+        batches = self.ranks.in_step(bar, like=rows_of(layers[0].weight.detach()))
+        results, count = measure_data(self._model, layers, self._recipe, self._loss_reduction, batches, forward)
+        if self.ranks.pool is not None:
+            results, count = self._pool_data(self.ranks.pool, layers, results, count)
+        if count == 0:
+            raise ValueError(
+                "warm_start: the loader has no batch. A list or a DataLoader works; a used-up iterator doesn't."
+            )
+        return results
+
+    def _pool_data(self, pool: Pool, layers: Sequence[Layer], results: Results, count: int) -> tuple[Results, int]:
+        """Averages over the data of all ranks, and how many batches they had."""
         kinds = [kind(reduction=self._loss_reduction) for kind in sorted(self._recipe.starts_from, key=str)]
         asked = {layer.module: results.get(layer.module, Measured()) for layer in layers}
         complete = {
             module: Measured({type(k): k.absent(module) if (q := found.get(type(k))) is None else q for k in kinds})
             for module, found in asked.items()
         }
-        return self.ranks.pooled(Results(complete), OF_BATCHES)[0]
+        whole, (of_all,) = pool.pooled(Results(complete), OF_BATCHES, [count])
+        return whole, round(of_all)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from kfqn_ext._torch import map_leaves
 from kfqn_ext.calling import call
@@ -42,10 +41,9 @@ def measure_data(
     layers: Sequence[Layer],
     recipe: Recipe,
     reduction: str,
-    loader: Iterable[Any],
+    batches: Iterable[tuple[Any, bool]],
     forward: Callable[[Any], Any] | None,
-    progress: bool,
-) -> Results:
+) -> tuple[Results, int]:
     """Run a model over a data set and average what makes a recipe's initial curvature.
 
     Args:
@@ -53,16 +51,15 @@ def measure_data(
         layers: The layers.
         recipe: The recipe.
         reduction: "mean" or "sum": what the loss does over the data of a batch.
-        loader: Batches.
+        batches: Each with whether it counts; others are run, and not averaged over.
         forward: Runs the model on a batch; by default on its first entry, moved to the model's device. A
             :class:`Minibatch` runs itself.
-        progress: Whether to show a progress bar.
 
     Returns:
-        Averages over the data of each layer that ran, by its module.
+        Averages over the data of each layer that ran, by its module; the number of batches that counted.
 
     Raises:
-        ValueError: If there is no batch, or ``forward`` is needed and missing.
+        ValueError: If ``forward`` is needed and missing.
     """
     kinds = recipe.starts_from
     inputs_suffice = kinds <= _OF_INPUTS.keys()
@@ -70,17 +67,14 @@ def measure_data(
     averages: dict[nn.Module, dict[Kind, Any]] = {}
     count = 0
     with left_as_it_was(model), torch.random.fork_rng(devices=cuda_devices(model)):
-        for batch in tqdm(loader, desc="warm start", disable=not progress, leave=False):
+        for batch, counts in batches:
             if inputs_suffice:
-                _add(averages, _inputs(layers, kinds, run, batch))
+                seen = _inputs(layers, kinds, run, batch)
             else:
-                _add(averages, _pass(model, layers, kinds, reduction, run, batch))
-            count += 1
-    if count == 0:
-        raise ValueError(
-            "warm_start: the loader has no batch. A list or a DataLoader works; a used-up iterator doesn't."
-        )
-    return Results({module: Measured(quantities) for module, quantities in averages.items()})
+                seen = _pass(model, layers, kinds, reduction, run, batch)
+            _add(averages, seen if counts else {})
+            count += counts
+    return Results({module: Measured(quantities) for module, quantities in averages.items()}), count
 
 
 def _add(averages: dict[nn.Module, dict[Kind, Any]], seen: dict[nn.Module, dict[Kind, Any]]) -> None:

@@ -53,8 +53,14 @@ def start_elsewhere(block: Block, recipe: Recipe, measured: Measured) -> bool:
     return True
 
 
-def start_from_another(block: Block, recipe: Recipe, measured: Measured) -> bool:
+def start_from_another(block: Block, recipe: Recipe, measured: Measured, made: State) -> bool:
     """Make room for the initial curvature that another process makes of the same measurements, and sends.
+
+    Args:
+        block: The layer.
+        recipe: The recipe.
+        measured: What it is made of.
+        made: It, as tensors without numbers.
 
     Returns:
         False where what was measured is not finite, as :func:`start` does there.
@@ -63,16 +69,16 @@ def start_from_another(block: Block, recipe: Recipe, measured: Measured) -> bool
         return False
     assert measured.num_locations is not None
     device = momentum(block.layer, block.state).device
-    block.state.update({name: torch.empty_like(t, device=device) for name, t in made(block.layer, recipe).items()})
+    block.state.update({name: torch.empty_like(t, device=device) for name, t in made.items()})
     block.state["num_locations"] = _on_host(measured.num_locations)
     return True
 
 
-def made(layer: Layer, recipe: Recipe) -> State:
-    """What of a layer's state :func:`start` makes of measurements, as tensors without numbers; |T| is known to all."""
-    block = without_numbers(layer)
-    _make_blank(block, recipe)
-    return {name: t for name, t in block.state.items() if name not in ("momentum", "num_locations")}
+def made_at_start(template: State, recipe: Recipe) -> State:
+    """What of a layer's state :func:`start` makes of measurements; |T| is known to all, and M zero."""
+    by_length: State = {}
+    recipe.length.start(by_length, template["momentum"])
+    return {name: t for name, t in template.items() if name not in {"momentum", "num_locations", *by_length}}
 
 
 def leave_to_another(state: State, num_locations: float) -> None:
@@ -118,14 +124,10 @@ def start_empty(block: Block, recipe: Recipe) -> None:
     Raises:
         NotImplementedError: If an extension that the curvature starts from has no ``blank``.
     """
-    _make_blank(block, recipe)
-    recipe.length.start(block.state, momentum(block.layer, block.state))
-    block.state["num_locations"] = _on_host(0.0)
-
-
-def _make_blank(block: Block, recipe: Recipe) -> None:
     W, geometry = momentum(block.layer, block.state), block.layer.geometry
     _make(block, recipe, Measured({kind: kind.blank(geometry, W) for kind in recipe.starts_from}))
+    recipe.length.start(block.state, W)
+    block.state["num_locations"] = _on_host(0.0)
 
 
 def without_numbers(layer: Layer) -> Block:

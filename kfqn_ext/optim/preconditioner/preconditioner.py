@@ -140,14 +140,18 @@ class Preconditioner:
             if measured.has(self._starts_from):
                 (made if self._start(block, measured) else rejected).append(block)
         if self._is_divided:
-            self._hand_out([(block, name) for block in made for name in blocks.made(block.layer, self.recipe)])
+            self._hand_out([(block, name) for block in made for name in self._made(block)])
         return rejected
 
     def _start(self, block: Block, measured: Measured) -> bool:
         if self._makers.owns(block.layer):
             return blocks.start(block, self.recipe, measured)
-        start = blocks.start_from_another if self._is_divided else blocks.start_elsewhere
-        return start(block, self.recipe, measured)
+        if self._is_divided:
+            return blocks.start_from_another(block, self.recipe, measured, self._made(block))
+        return blocks.start_elsewhere(block, self.recipe, measured)
+
+    def _made(self, block: Block) -> State:
+        return blocks.made_at_start(self._makers.template(block.layer), self.recipe)
 
     @property
     def _is_divided(self) -> bool:
