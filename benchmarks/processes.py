@@ -1,174 +1,195 @@
-"""What several processes send for a curvature update, and what it takes: ``python -m benchmarks.processes``.
+"""What several processes send, keep and take: ``python -m benchmarks.processes``.
 
-Two processes under gloo train one network with an eighth of the usual minibatch each; how much is sent does not depend
-on that. Beside what was counted stand the formula, the gradient that is sent at every step anyway, and what KFAC's
-factors take. Times are medians of steps in which curvature is due and of others, as ratios to SGD's step in the same
-processes. The last columns are what a model of latency and bandwidth says for many ranks: both are measured by the same
-run, so they are those of processes that share a machine.
+One, two and four processes of one thread train a network under gloo, each with an eighth of the usual minibatch. Bytes
+and messages of a curvature update are counted, and so is what a rank keeps. Timed are all-reduces, and the steps of
+SGD-m, K-BFGS and KFAC. Beside each step the network's passes are timed without any message. They tell how much the
+processes, and other programs, slow each other down.
+
+:mod:`benchmarks.cost_model` predicts an iteration of several processes from the steps of one and from these messages.
+It stands beside what was measured, and then alone, for as many ranks as there is no machine for.
 """
 
 import datetime
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, distributed, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import options
-from benchmarks.problems import PROBLEMS, QUICK, set_up
-from benchmarks.report import markdown
+from benchmarks import cost_model, options
+from benchmarks.contenders import CONTENDERS
+from benchmarks.memory import held_bytes
+from benchmarks.problems import PROBLEMS, QUICK, Setup, set_up
 from kfqn_ext.optim import KBFGS
 from kfqn_ext.optim.passes.ranks import SeveralProcesses
-from workloads.objective import minibatch
+from workloads import environment, records
+from workloads.workload import DAMPING, LR
 
-RANKS, SHARE = 2, 8
+RANKS, SHARE = (1, 2, 4), 8
+SLOW = {"inverse": 1}  # turns of what takes long
+MEMBERS = {"SGD-m": "sgdm", "K-BFGS": "kbfgs", "KFAC": "kfac"}
 LARGE = 1 << 22  # numbers of the message that tells the bandwidth
-MANY = (16, 256, 4096)
+CPU = torch.device("cpu")
 
 
-def work(rank: int, problems: list[str], quick: bool, steps: int, folder: str) -> None:
+def work(rank: int, ranks: int, problem: str, members: Sequence[str], quick: bool, steps: int, folder: str) -> None:
     """One rank: measure everything, and let the first write it down."""
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=600)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=limit
-    )
-    found: dict[str, Any] = {"latency": latency(), "bandwidth": bandwidth(), "problems": {}}
-    for name in problems:
-        found["problems"][name] = measure(name, quick, steps)
+    meeting = f"file://{folder}/meet-{problem}-{ranks}"
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=limit)
+    setup = set_up((QUICK if quick else PROBLEMS)[problem], CPU)
+    found: dict[str, Any] = {"messages": wire(min), "slowed": wire(median)}
+    found["members"] = {member: steps_of(MEMBERS[member], setup, steps) for member in members}
+    found |= kept(setup)
     if rank == 0:
-        torch.save(found, Path(folder, "found.pt"))
+        torch.save(found, Path(folder, f"{problem}-{ranks}.pt"))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def latency() -> float:
-    """Seconds of an all-reduce of one number."""
-    return all_reduce(torch.zeros(1), 200)
+def wire(of_turns: Callable[[list[float]], float]) -> dict[str, float]:
+    """Seconds of an all-reduce of one number, and of each further byte of one of many."""
+
+    def seconds(tensor: Tensor, turns: int) -> float:
+        return of_turns([timed(partial(distributed.all_reduce, tensor))["seconds"] for _ in range(turns)])
+
+    message, long = seconds(torch.zeros(1), 100), seconds(torch.zeros(LARGE), 7)
+    return {"message": message, "byte": max(0.0, long - message) / (4 * LARGE)}
 
 
-def bandwidth() -> float:
-    """Bytes a second of an all-reduce of many numbers."""
-    return 4 * LARGE / all_reduce(torch.zeros(LARGE), 7)
-
-
-def all_reduce(tensor: Tensor, turns: int) -> float:
-    def once() -> float:
-        start = time.perf_counter()
-        distributed.all_reduce(tensor)
-        return time.perf_counter() - start
-
-    return median(once() for _ in range(turns))
-
-
-def measure(name: str, quick: bool, steps: int) -> dict[str, Any]:
-    """Bytes and messages of an update, and seconds of steps."""
-    setup = set_up((QUICK if quick else PROBLEMS)[name], torch.device("cpu"))
+def in_processes(setup: Setup) -> Setup:
+    """A fresh network with a share of the minibatch, in a wrapper where there are several processes."""
+    setup = set_up(setup.workload, CPU)
     size = max(1, len(setup.x) // SHARE)
-    x, y = setup.x[:size], setup.y[:size]
+    several = distributed.get_world_size() > 1
+    model = DistributedDataParallel(setup.model) if several else setup.model
+    return replace(setup, model=model, x=setup.x[:size], y=setup.y[:size])
 
-    def run(build: Callable[[nn.Module], Any], number: int) -> tuple[Any, list[float], list[tuple[int, int]]]:
-        model = DistributedDataParallel(set_up((QUICK if quick else PROBLEMS)[name], torch.device("cpu")).model)
-        optimizer, seconds, sent = build(model), [], []
-        ranks = optimizer._passes.ranks if hasattr(optimizer, "_passes") else None
-        for _ in range(number):
+
+def steps_of(contender: str, setup: Setup, steps: int) -> dict[str, dict[str, float]]:
+    """Seconds, bytes and messages of each kind of step that makes up a mean one, and of passes without messages."""
+    here = in_processes(setup)
+    ready, plain = CONTENDERS[contender].build(here), replace(here, model=set_up(setup.workload, CPU).model)
+    ranks = ready.holds._passes.ranks if hasattr(ready.holds, "_passes") else None
+    found = {}
+    for kind in cost_model.SHARES[contender]:
+        times, beside, sent = [], [], []
+        for _ in range(SLOW.get(kind, steps)):
             before = counts(ranks)
-            start = time.perf_counter()
-            optimizer.step(minibatch(model, setup.workload.loss, x, y))
-            seconds.append(time.perf_counter() - start)
+            times.append(timed(ready.steps[kind]))
             sent.append(tuple(b - a for a, b in zip(before, counts(ranks), strict=True)))
-        return optimizer, seconds, sent
+            beside.append(timed(partial(together, plain.batch)))
+        number, messages = min(sent)  # now and then an update looks again at what stands before a normalization
+        found[kind] = {"bytes": number, "messages": messages, **middle(times)}
+        found[kind] |= {f"passes_{name}": value for name, value in middle(beside).items()}
+    return found
 
-    sgd = run(lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), steps)[1]
-    ours, due, sent = run(lambda model: KBFGS.as_printed(model, lr=1e-4, curvature_update_freq=1), steps)
-    idle = run(lambda model: KBFGS.as_printed(model, lr=1e-4, curvature_update_freq=10**6), steps)[1]
-    states = [state for state in ours.state.values() if "H_A" in state]
-    shapes = [(state["momentum"].shape, bool(state["pairs_seen_G"].any())) for state in states]
-    sizes = [(prod(shape[:-2]) * shape[-1], prod(shape[:-2]) * shape[-2], learns) for shape, learns in shapes]
+
+def together(run: Callable[[], object]) -> None:
+    """Run, and wait for all."""
+    run()
+    distributed.barrier()
+
+
+def timed(run: Callable[[], object]) -> dict[str, float]:
+    """Seconds, from when all ranks are there, and seconds of this process's own work."""
+    distributed.barrier()
+    start, used = time.perf_counter(), time.process_time()
+    run()
+    return {"seconds": time.perf_counter() - start, "work": time.process_time() - used}
+
+
+def middle(times: list[dict[str, float]]) -> dict[str, float]:
+    """Medians."""
+    return {name: median(one[name] for one in times) for name in ("seconds", "work")}
+
+
+def counts(ranks: Any) -> tuple[int, int]:
+    return (ranks.bytes_sent, ranks.messages) if isinstance(ranks, SeveralProcesses) else (0, 0)
+
+
+def kept(setup: Setup) -> dict[str, Any]:
+    """Bytes that a rank keeps: the layers' state, divided where there are several, and what waits for a step."""
+    here = in_processes(setup)
+    ranks = distributed.get_world_size()
+    optimizer = KBFGS.as_printed(here.model, lr=LR, damping=DAMPING, curvature_update_freq=1, shard_state=ranks > 1)
+    for _ in range(2):
+        optimizer.step(here.batch)
+    states = [optimizer.state[weight] for weight in optimizer._planned.layers]
+    own = torch.tensor(sum(map(size_of, states)))
+    all_of_them = [torch.zeros_like(own) for _ in range(ranks)]
+    distributed.all_gather(all_of_them, own)
+    found = {"kept": [int(number) for number in all_of_them]}
+    return found | ({"inputs": waiting(optimizer, here)} if ranks > 1 else about(states, here))
+
+
+def waiting(optimizer: KBFGS, setup: Setup) -> int:
+    """Bytes of a share that wait between the backward pass and the step, where curvature is due."""
+    before = held_bytes(optimizer, setup)
+    with optimizer.first_pass():
+        setup.batch()
+    return held_bytes(optimizer, setup) - before
+
+
+def about(states: list[dict[str, Tensor]], here: Setup) -> dict[str, Any]:
+    """What follows from the network: the bytes of the formulas, and what of each layer is divided."""
+    shapes = [state["momentum"].shape for state in states]
+    learns = [bool(state["pairs_seen_G"].any()) for state in states]  # not before a normalization
+    widths = [(prod(shape[:-2]) * shape[-1], prod(shape[:-2]) * shape[-2]) for shape in shapes]
     return {
-        "gradient": 4 * sum(p.numel() for p in setup.model.parameters()),
-        "sent": sent[-1][0],
-        "messages": sent[-1][1],
-        "formula": 4 * sum(2 * d_in + (5 * d_out if learns else 0) for d_in, d_out, learns in sizes),
-        "kfac": 4 * sum(s[-1] ** 2 * prod(s[:-2]) + s[-2] ** 2 * prod(s[:-2]) for s, _ in shapes),
-        "sgd": median(sgd[2:]),
-        "due": median(due[2:]),
-        "idle": median(idle[2:]),
+        "gradient": 4 * sum(p.numel() for p in here.model.parameters()),
+        "vectors": 4 * sum(2 * d_in + 5 * d_out * own for (d_in, d_out), own in zip(widths, learns, strict=True)),
+        "factors": 4 * sum(prod(s[:-2]) * (s[-1] ** 2 + s[-2] ** 2) for s in shapes),
+        "states": [size_of(state) for state in states],
+        "inversions": [prod(s[:-2]) * (s[-1] ** 3 + s[-2] ** 3) for s in shapes],
+        "share": len(here.x),
     }
 
 
-def prod(numbers: Any) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
+def size_of(state: dict[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in state.values())
 
 
-def counts(ranks: SeveralProcesses | None) -> tuple[int, int]:
-    return (0, 0) if ranks is None else (ranks.bytes_sent, ranks.messages)
-
-
-def predicted(found: dict[str, Any], problem: dict[str, Any], ranks: int) -> float:
-    """Seconds of an update's messages, by a ring of some ranks: 2 (R - 1) hops of a share each."""
-    hops = 2 * (ranks - 1)
-    here = 2 * (RANKS - 1)
-    return float(
-        problem["messages"] * found["latency"] * hops / here
-        + problem["sent"] / found["bandwidth"] * (hops / ranks) / (here / RANKS)
-    )
-
-
-def render(results: dict[str, Any]) -> str:
-    """Two tables."""
-    found = results["found"]
-    sent = [
-        [
-            "",
-            "gradient, MB",
-            "K-BFGS, kB",
-            "formula, kB",
-            "messages",
-            "KFAC's factors, MB",
-            "K-BFGS ÷ gradient at T = 20",
-        ]
-    ]
-    times = [["", "step without update ÷ SGD's", "with update ÷ SGD's", *(f"messages, {r} ranks, ms" for r in MANY)]]
-    for name, p in found["problems"].items():
-        sent.append(
-            [
-                name,
-                f"{p['gradient'] / 1e6:.2f}",
-                f"{p['sent'] / 1e3:.1f}",
-                f"{p['formula'] / 1e3:.1f}",
-                str(p["messages"]),
-                f"{p['kfac'] / 1e6:.1f}",
-                f"{p['sent'] / 20 / p['gradient']:.2%}",
-            ]
-        )
-        predictions = [f"{1e3 * predicted(found, p, ranks):.1f}" for ranks in MANY]
-        times.append([name, f"{p['idle'] / p['sgd']:.2f}", f"{p['due'] / p['sgd']:.2f}", *predictions])
-    latency, rate = f"{1e3 * found['latency']:.2f} ms", f"{found['bandwidth'] / 1e6:.0f} MB/s"
-    speed = f"An all-reduce takes {latency} and {rate} in {RANKS} processes here."
-    return "\n\n".join([markdown(sent), markdown(times), speed, f"`{results['command']}`"])
+def measured(problem: str, args: Namespace) -> dict[str, Any]:
+    """What was found of a problem, by number of processes."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in sorted({1, 2, *args.ranks}):
+            given = ranks, problem, args.members, args.quick, args.steps, folder
+            multiprocessing.spawn(work, given, nprocs=ranks)
+            found[str(ranks)] = torch.load(Path(folder, f"{problem}-{ranks}.pt"), weights_only=True)
+    return found
 
 
 def main() -> None:
     parser = options.plain(__doc__)
     parser.add_argument("--problem", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), help="which ones")
-    parser.add_argument("--steps", type=int, default=9, help="of each optimizer; the first two do not count")
+    parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=list(RANKS), help="how many processes")
+    parser.add_argument("--members", nargs="+", choices=MEMBERS, default=list(MEMBERS), help="which optimizers")
+    parser.add_argument("--steps", type=int, default=5, help="of each kind and optimizer; medians count")
     parser.add_argument("--quick", action="store_true", help="small networks, to see that it runs")
     options.add_outputs(parser)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (args.problem, args.quick, args.steps, folder), nprocs=RANKS)
-        found = torch.load(Path(folder, "found.pt"), weights_only=True)
-    options.finish(args, "processes", torch.device("cpu"), {"quick": args.quick, "found": found}, render)
+    torch.set_num_threads(1)
+    logs = records.read(args.json) if args.json is not None and args.json.exists() else []
+    logs = {log["problem"]: log for log in logs}  # those of other problems stay
+    for problem in args.problem:
+        about_it = {"problem": problem, "quick": args.quick, "found": measured(problem, args)}
+        logs[problem] = {**environment.origin("benchmarks.processes", CPU), **about_it}
+        if args.json is not None:
+            records.replace(args.json, list(logs.values()))
+    options.show(args.docs, "processes", cost_model.render(list(logs.values())))
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ ROWS: list[Row] = [
         ("BatchNorm, buffers", W, "sent by the first pass of a step alone", processes.cases("buffers stay as those of one pass")),
         ("BatchNorm over all ranks", W, "layers before it are spared as in one process; torch's SyncBatchNorm takes no tensors of a CPU and was not run", processes.cases("batch normalization over ranks")),
         ("random numbers", W, "sampled targets differ by rank; for dropout seed by rank, after the model is built. Copies stay equal to the last bit", processes.cases("sampled targets differ by rank", "copies are equal to the last bit")),
-        ("warm_start", W, "with loaders of other lengths; under `fully_shard` of one length", processes.cases("warm start", "sharded warm start", "fsdp warm start")),
+        ("warm_start", W, "with loaders of other lengths", processes.cases("warm start", "sharded warm start", "fsdp warm start", "fsdp warm start from unequal loaders")),
         ("`shard_state=True`", W, "each layer's state on one rank; the steps of one process", processes.cases("sharded", "state of a rank", "steps and directions are sent once")),
         ("`shard_state=True` and no_sync", W, "as copies", processes.cases("sharded micro batches under no sync")),
         ("`shard_state=True` of OnePassKBFGS", W, "owners choose the directions for Γ at the step", processes.cases("sharded loop of any optimizer", "sharded")),
