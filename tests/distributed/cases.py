@@ -627,6 +627,30 @@ def gradients_that_differ(ranks: int) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+class Again(nn.Module):
+    """Of its two layers the first one's weight is multiplied again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(F.linear(self.first(x).tanh(), self.first.weight).tanh())
+
+
+NETS["again"] = lambda: Again().double(), (6,)
+
+
+@case("KBFGS, untuned", "OnePassKBFGS")
+def a_weight_that_is_multiplied_again(ranks: int, row: str) -> None:
+    pair = Pair.of(row, "again")
+    by_closure(pair, "again", equal_shares(ranks))
+    pair.check()
+    with_block = [name for name, p in pair.twin.named_parameters() if "num_locations" in pair.reference.state[p]]
+    assert with_block == ["last.weight"]
+
+
 @case()
 def no_rank_has_data(ranks: int) -> None:
     pair, sizes = Pair.of("KBFGS", "mlp"), (0,) * ranks
