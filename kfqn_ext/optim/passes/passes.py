@@ -251,10 +251,11 @@ class Passes:
         results = measure_data(self._model, layers, self._recipe, self._loss_reduction, loader, forward, progress)
         if not self.ranks.several:
             return results
-        kinds = [kind(reduction=self._loss_reduction) for kind in sorted(self._recipe.starts_from, key=str)]
-        asked = {layer.module: results.get(layer.module, Measured()) for layer in layers}
-        complete = {
-            module: Measured({type(k): k.absent(module) if (q := found.get(type(k))) is None else q for k in kinds})
-            for module, found in asked.items()
-        }
+        complete = {}
+        for layer in layers:
+            found, kinds = results.get(layer.module, Measured()), self._recipe.at(layer.geometry.d_in).starts_from
+            extensions = [kind(reduction=self._loss_reduction) for kind in sorted(kinds, key=str)]
+            complete[layer.module] = Measured(
+                {type(k): k.absent(layer.module) if (q := found.get(type(k))) is None else q for k in extensions}
+            )
         return self.ranks.pooled(Results(complete), OF_BATCHES)[0]

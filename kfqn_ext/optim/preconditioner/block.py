@@ -97,6 +97,7 @@ def start_empty(block: Block, recipe: Recipe) -> None:
         NotImplementedError: If an extension that the curvature starts from has no ``blank``.
     """
     W, geometry = momentum(block.layer, block.state), block.layer.geometry
+    recipe = recipe.at(geometry.d_in)
     _make(block, recipe, Measured({kind: kind.blank(geometry, W) for kind in recipe.starts_from}))
     recipe.length.start(block.state, W)
     block.state["num_locations"] = _on_host(0.0)
@@ -167,6 +168,7 @@ def _follow_traces(state: State, traces: Traces | None, finite: Tensor, decay: f
 @full_precision()
 def update_inverses(block: Block, recipe: Recipe) -> None:
     """Recompute inverses that are not updated pair by pair."""
+    recipe = recipe.at(block.layer.geometry.d_in)
     rules = recipe.input_inverse, recipe.output_inverse
     for key, rule in zip(_TRACES, rules, strict=True):
         trace = rule.trace(block.state)

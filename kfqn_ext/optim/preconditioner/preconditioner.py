@@ -33,8 +33,6 @@ class Preconditioner:
         self.normalized = NormalizedLayers(recipe)
         self._rounded = RoundedInverses(warn_once)
         self._warn_once = warn_once
-        # In a pass with sampled targets A comes from Ω.
-        self._starts_from = recipe.starts_from & recipe.second if recipe.starts_in_second_pass else recipe.starts_from
 
     # ------------------------------------------------------------------ what is to be measured
 
@@ -44,7 +42,7 @@ class Preconditioner:
         if not self.recipe.starts_in_second_pass:
             for block in fresh:
                 module = block.layer.module
-                kinds[module] = kinds.get(module, frozenset()) | self.recipe.starts_from
+                kinds[module] = kinds.get(module, frozenset()) | self._starts_from(block)
         return _by_kind(kinds)
 
     def wanted_second(self, due: Sequence[Block]) -> Wanted:
@@ -55,9 +53,15 @@ class Preconditioner:
         """The row of the table by which a layer is treated in this step."""
         return self.normalized.recipe_of(block.layer)
 
+    def _starts_from(self, block: Block) -> frozenset[Kind]:
+        """What a layer's initial curvature is made from."""
+        recipe = self.recipe.at(block.layer.geometry.d_in)
+        # In a pass with sampled targets A comes from Ω.
+        return recipe.starts_from & recipe.second if recipe.starts_in_second_pass else recipe.starts_from
+
     def probe_A(self, state: State, a_bar: Tensor) -> Tensor | None:
         """The direction s in which A is looked at, [*B, d_in]; None for none."""
-        return self.recipe.input_inverse.probe(state, a_bar)
+        return self.recipe.at(a_bar.shape[-1]).input_inverse.probe(state, a_bar)
 
     def directions_A(self, a_bars: Sequence[tuple[Block, Tensor]]) -> list[Tensor | None]:
         """The directions of several layers from their ā, each from who owns it; a collective."""
@@ -78,7 +82,7 @@ class Preconditioner:
             return None
         M = state["momentum"]
         u = state["u"] if "u" in state else start_vector(M.flatten(0, -2)[0], M.shape[:-2])
-        H_A_u = self.recipe.input_inverse.precondition(state, u.unsqueeze(-2)).mT
+        H_A_u = self.recipe.at(u.shape[-1]).input_inverse.precondition(state, u.unsqueeze(-2)).mT
         return self.recipe.output_inverse.probe(state, (M.to(H_A_u.dtype) @ H_A_u).squeeze(-1), step)
 
     # ------------------------------------------------------------------ making and learning
@@ -95,9 +99,10 @@ class Preconditioner:
         for block in unstarted:
             measured = results.get(block.layer.module, _NOTHING)
             start = blocks.start if self.owners.owns(block.layer) else blocks.start_elsewhere
-            if measured.has(self._starts_from) and not start(block, self.recipe, measured):
+            recipe = self.recipe.at(block.layer.geometry.d_in)
+            if measured.has(self._starts_from(block)) and not start(block, recipe, measured):
                 rejected.append(block)
-            measured.keep(self.recipe.first | self.recipe.second)
+            measured.keep(recipe.first | recipe.second)
         return rejected
 
     def reached(self, block: Block, first: Results) -> bool:
