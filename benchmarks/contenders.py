@@ -14,7 +14,7 @@ from benchmarks.ready import Ready
 from benchmarks.untuned.peers import muon
 from kfqn_ext.optim import KBFGS, KFAC, KroneckerOptimizer, OnePassKBFGS
 from kfqn_ext.optim.inverses import HessianActionLBFGS, ScaledIdentity
-from kfqn_ext.optim.recipe import Recipe, SecondPass
+from kfqn_ext.optim.recipe import Recipe, SecondPass, Wide
 from workloads.frequencies import set_frequencies
 from workloads.workload import DAMPING, LR, NEVER
 
@@ -158,6 +158,10 @@ CONTENDERS: dict[str, Contender] = {
     "kbfgs-few-pairs": Contender(
         _changed(_FEW_PAIRS),
         {"K-BFGS, T = 20, H_A from 20 pairs": every(20), "K-BFGS, T = 1, H_A from 20 pairs": {"due": 1}},
+    ),
+    "kbfgs-wide": Contender(
+        _changed(replace(KBFGS.recipe_as_printed, wide=Wide())),
+        {"K-BFGS, T = 20, H_A from 20 pairs above 4000 inputs": every(20)},
     ),
     "kfac": Contender(_kfac(), {"KFAC (10, 100)": every_two(10, 100)}),
     "kfac-bf16": Contender(_kfac(direction_dtype=torch.bfloat16), {"KFAC (10, 100), bfloat16": every_two(10, 100)}),

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 
 from kfqn_ext.extensions import FactorTraces, InputTraces
 from kfqn_ext.linalg import splits
-from kfqn_ext.optim.inverses import InputInverse, Inverse, OutputInverse
+from kfqn_ext.optim.inverses import HessianActionLBFGS, InputInverse, Inverse, OutputInverse
 from kfqn_ext.optim.inverses.base import Kind
 from kfqn_ext.optim.lengths import Computed, SignalToNoise, Spectral, StepLength
+from kfqn_ext.optim.numbers import is_count
 from kfqn_ext.optim.others import AdamW, Momentum, Others
 
 __all__ = ["Recipe", "SecondPass", "untuned"]
@@ -33,6 +35,26 @@ class SecondPass(Enum):
 
 
 @dataclass(frozen=True)
+class Wide:
+    """Another rule for H_A where a layer has many inputs: a dense H_A has the square of their number.
+
+    Attributes:
+        above: How many inputs are not yet many.
+        rule: That rule; it learns from the first pass alone.
+    """
+
+    above: int = 4000
+    rule: InputInverse = HessianActionLBFGS(history_size=20)
+
+    def __post_init__(self) -> None:
+        """Check both."""
+        if not is_count(self.above):
+            raise ValueError(f"Invalid above: {self.above!r}. It must be an integer of at least 1: a number of inputs.")
+        if self.rule.second:
+            raise ValueError(f"Invalid rule: {type(self.rule).__name__} learns from a second pass.")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What distinguishes one member of the family from another.
 
@@ -43,6 +65,7 @@ class Recipe:
         second_pass: When the second pass runs and on which targets.
         length: How long a layer's step is along H_G M H_A.
         others: What moves parameters without a Kronecker block.
+        wide: What learns H_A in place of ``input_inverse`` where a layer has many inputs; None for no such layers.
     """
 
     input_inverse: InputInverse
@@ -51,6 +74,7 @@ class Recipe:
     second_pass: SecondPass = SecondPass.REPEAT_AFTER_STEP
     length: StepLength = Computed()
     others: Others = Momentum()
+    wide: Wide | None = None
 
     def __post_init__(self) -> None:
         """Check that what a cell needs is measured."""
@@ -61,8 +85,14 @@ class Recipe:
                 "second pass, or rules that need none: replace(recipe, output_inverse=ScaledIdentity(), "
                 "second_pass=SecondPass.NONE)."
             )
+        if self.wide is not None and self.second_pass.sampled:
+            raise ValueError("Invalid recipe: where targets are sampled, both inverses come from one pass; wide=None.")
         if not splits.reads_traces(self.split):
             self.split(1.0, splits.Balance(1.0))  # raises where it reads traces all the same
+
+    def at(self, d_in: int) -> "Recipe":
+        """The row for a layer with so many inputs; the same object at each call."""
+        return self if self.wide is None or d_in <= self.wide.above else _of_wide(self)
 
     @property
     def first(self) -> frozenset[Kind]:
@@ -105,6 +135,12 @@ class Recipe:
         known = all(type(rule).trace is not Inverse.trace for rule in self._rules)
         kind = InputTraces if self.output_inverse.in_own_units else FactorTraces
         return (kind,) if splits.reads_traces(self.split) and not known else ()
+
+
+@cache  # layers learn together by the identity of their row
+def _of_wide(recipe: Recipe) -> Recipe:
+    assert recipe.wide is not None
+    return replace(recipe, input_inverse=recipe.wide.rule, wide=None)
 
 
 def untuned(recipe: Recipe) -> Recipe:

@@ -289,12 +289,13 @@ class Passes:
 
     def _pool_data(self, pool: Pool, layers: Sequence[Layer], results: Results, count: int) -> tuple[Results, int]:
         """Averages over the data of all ranks, and how many batches they had."""
-        kinds = [kind(reduction=self._loss_reduction) for kind in sorted(self._recipe.starts_from, key=str)]
-        asked = {layer.module: results.get(layer.module, Measured()) for layer in layers}
-        complete = {
-            module: Measured({type(k): k.absent(module) if (q := found.get(type(k))) is None else q for k in kinds})
-            for module, found in asked.items()
-        }
+        complete = {}
+        for layer in layers:
+            found, kinds = results.get(layer.module, Measured()), self._recipe.at(layer.geometry.d_in).starts_from
+            extensions = [kind(reduction=self._loss_reduction) for kind in sorted(kinds, key=str)]
+            complete[layer.module] = Measured(
+                {type(k): k.absent(layer.module) if (q := found.get(type(k))) is None else q for k in extensions}
+            )
         whole, (of_all,) = pool.pooled(Results(complete), OF_BATCHES, [count])
         return whole, round(of_all)
 

@@ -1,6 +1,6 @@
 """Curvature over a whole data set, before training starts."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -61,17 +61,14 @@ def measure_data(
     Raises:
         ValueError: If ``forward`` is needed and missing.
     """
-    kinds = recipe.starts_from
-    inputs_suffice = kinds <= _OF_INPUTS.keys()
+    kinds = {layer: recipe.at(layer.geometry.d_in).starts_from for layer in layers}
+    inputs_suffice = all(of_layer <= _OF_INPUTS.keys() for of_layer in kinds.values())
     run = forward or partial(_run, model, layers[0].weight.device, None if inputs_suffice else recipe.second_pass)
     averages: dict[nn.Module, dict[Kind, Any]] = {}
     count = 0
     with left_as_it_was(model), torch.random.fork_rng(devices=cuda_devices(model)):
         for batch, counts in batches:
-            if inputs_suffice:
-                seen = _inputs(layers, kinds, run, batch)
-            else:
-                seen = _pass(model, layers, kinds, reduction, run, batch)
+            seen = _inputs(kinds, run, batch) if inputs_suffice else _pass(model, kinds, reduction, run, batch)
             _add(averages, seen if counts else {})
             count += counts
     return Results({module: Measured(quantities) for module, quantities in averages.items()}), count
@@ -105,15 +102,17 @@ def _run(model: nn.Module, device: torch.device, differentiated: SecondPass | No
 
 def _pass(
     model: nn.Module,
-    layers: Sequence[Layer],
-    kinds: Iterable[Kind],
+    kinds: Mapping[Layer, Iterable[Kind]],
     reduction: str,
     run: Callable[[Any], Any],
     batch: Any,
 ) -> dict[nn.Module, dict[Kind, Any]]:
     """What a forward and backward pass over one batch shows."""
-    modules = [layer.module for layer in layers]
-    wanted, probes = dict.fromkeys(kinds, modules), Probes(A=lambda module, a_bar: None)
+    wanted: dict[Kind, list[nn.Module]] = {}
+    for layer, of_layer in kinds.items():
+        for kind in of_layer:
+            wanted.setdefault(kind, []).append(layer.module)
+    probes = Probes(A=lambda module, a_bar: None)
     measurement = Measurement(wanted, reduction, probes, of_grad=True)
     with torch.enable_grad(), input_gradients_only(model), measuring(measurement.extensions, alone=True):
         run(batch)
@@ -121,7 +120,7 @@ def _pass(
 
 
 def _inputs(
-    layers: Sequence[Layer], kinds: Iterable[Kind], run: Callable[[Any], Any], batch: Any
+    kinds: Mapping[Layer, Iterable[Kind]], run: Callable[[Any], Any], batch: Any
 ) -> dict[nn.Module, dict[Kind, Any]]:
     """What is known of one batch without a backward pass: the layers' inputs suffice."""
     found: dict[nn.Module, dict[Kind, Any]] = {}
@@ -137,11 +136,11 @@ def _inputs(
         with full_precision():
             locations = geometry.num_locations(geometry.as_batch(output))
             counts = {"num_data": x.shape[0], "num_locations": locations}
-            seen = {kind: _OF_INPUTS[kind](geometry, x, counts) for kind in kinds}
+            seen = {kind: _OF_INPUTS[kind](geometry, x, counts) for kind in kinds[layer]}
         _add(found, {module: seen})
 
     with ExitStack() as stack, torch.no_grad():
-        for layer in layers:
+        for layer in kinds:
             stack.callback(
                 layer.module.register_forward_hook(partial(watch, layer), with_kwargs=True, prepend=True).remove
             )

@@ -125,6 +125,7 @@ def start_empty(block: Block, recipe: Recipe) -> None:
         NotImplementedError: If an extension that the curvature starts from has no ``blank``.
     """
     W, geometry = momentum(block.layer, block.state), block.layer.geometry
+    recipe = recipe.at(geometry.d_in)
     _make(block, recipe, Measured({kind: kind.blank(geometry, W) for kind in recipe.starts_from}))
     recipe.length.start(block.state, W)
     block.state["num_locations"] = _on_host(0.0)
@@ -199,6 +200,7 @@ def _by_key(traces: InputTrace) -> State:
 @full_precision()
 def update_traces(block: Block, recipe: Recipe) -> None:
     """Follow the factors that are kept: the dampings of inverses that are recomputed depend on their traces."""
+    recipe = recipe.at(block.layer.geometry.d_in)
     for key, rule in zip(_TRACES, (recipe.input_inverse, recipe.output_inverse), strict=True):
         trace = rule.trace(block.state)
         if trace is not None:
@@ -208,6 +210,7 @@ def update_traces(block: Block, recipe: Recipe) -> None:
 @full_precision()
 def update_inverses(block: Block, recipe: Recipe) -> None:
     """Recompute inverses that are not updated pair by pair."""
+    recipe = recipe.at(block.layer.geometry.d_in)
     for rule, damping in zip((recipe.input_inverse, recipe.output_inverse), dampings(block, recipe), strict=True):
         rule.update_inverse(block.state, damping)
 

@@ -27,8 +27,9 @@ _RENAMED_KEYS = {"power_A": "trace_A", "power_G": "trace_G"}
 
 
 def layout(recipe: Recipe) -> str:
-    """A mark that is saved with the state: version, input inverse, output inverse."""
-    return f"{_LAYOUT} {type(recipe.input_inverse).__name__} {type(recipe.output_inverse).__name__}"
+    """A mark that is saved with the state: version, input inverse, output inverse, and what wide layers have."""
+    wide = "" if recipe.wide is None else f" {type(recipe.wide.rule).__name__} above {recipe.wide.above}"
+    return f"{_LAYOUT} {type(recipe.input_inverse).__name__} {type(recipe.output_inverse).__name__}{wide}"
 
 
 def migrated(state_dict: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,8 @@ class NormalizedLayers:
     def recipe_of(self, layer: Layer) -> Recipe:
         """The row of the table by which a layer is treated in this step."""
         spared = self._cheaper is not None and layer.module in self._spared
-        return self._cheaper if spared and self._cheaper is not None else self._recipe
+        recipe = self._cheaper if spared and self._cheaper is not None else self._recipe
+        return recipe.at(layer.geometry.d_in)
 
     @contextmanager
     def look(self, model: nn.Module, due: Sequence[Block]) -> Iterator[Normalizers | None]:

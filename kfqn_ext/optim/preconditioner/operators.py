@@ -15,6 +15,7 @@ def inverses(block: Block, recipe: Recipe) -> Inverses | None:
         return None
     state, weight = block.state, block.layer.weight
     *outer, d_out, d_in = block.layer.geometry.matrix_shape
+    recipe = recipe.at(d_in)
     like = working_dtype(weight), weight.device
     return Inverses(
         H_A=SymmetricOperator((*outer, d_in, d_in), *like, lambda M: recipe.input_inverse.precondition(state, M.mT).mT),

@@ -41,8 +41,6 @@ class Preconditioner:
         self.normalized = NormalizedLayers(recipe)
         self._rounded = RoundedInverses(warn_once)
         self._warn_once = warn_once
-        # In a pass with sampled targets A comes from Ω.
-        self._starts_from = recipe.starts_from & recipe.second if recipe.starts_in_second_pass else recipe.starts_from
 
     def assign(self, layers: Mapping[Tensor, Layer]) -> None:
         """Find out who keeps, and who makes, what of which layer; see :meth:`Owners.assign`."""
@@ -57,7 +55,7 @@ class Preconditioner:
         if not self.recipe.starts_in_second_pass:
             for block in fresh:
                 module = block.layer.module
-                kinds[module] = kinds.get(module, frozenset()) | self.recipe.starts_from
+                kinds[module] = kinds.get(module, frozenset()) | self._starts_from(block)
         return _by_kind(kinds)
 
     def wanted_second(self, due: Sequence[Block]) -> Wanted:
@@ -68,9 +66,15 @@ class Preconditioner:
         """The row of the table by which a layer is treated in this step."""
         return self.normalized.recipe_of(block.layer)
 
+    def _starts_from(self, block: Block) -> frozenset[Kind]:
+        """What a layer's initial curvature is made from."""
+        recipe = self.recipe.at(block.layer.geometry.d_in)
+        # In a pass with sampled targets A comes from Ω.
+        return recipe.starts_from & recipe.second if recipe.starts_in_second_pass else recipe.starts_from
+
     def probe_A(self, state: State, a_bar: Tensor) -> Tensor | None:
         """The direction s in which A is looked at, [*B, d_in]; None for none."""
-        return self.recipe.input_inverse.probe(state, a_bar)
+        return self.recipe.at(a_bar.shape[-1]).input_inverse.probe(state, a_bar)
 
     def directions(
         self, due: Sequence[Block], first: Results, step: int
@@ -122,7 +126,7 @@ class Preconditioner:
             return None
         M = state["momentum"]
         u = state["u"] if "u" in state else start_vector(M.flatten(0, -2)[0], M.shape[:-2])
-        H_A_u = self.recipe.input_inverse.precondition(state, u.unsqueeze(-2)).mT
+        H_A_u = self.recipe.at(u.shape[-1]).input_inverse.precondition(state, u.unsqueeze(-2)).mT
         return self.recipe.output_inverse.probe(state, (M.to(H_A_u.dtype) @ H_A_u).squeeze(-1), step)
 
     # ------------------------------------------------------------------ making and learning
@@ -139,19 +143,20 @@ class Preconditioner:
         made: list[Block] = []
         for block in unstarted:
             measured = results.get(block.layer.module, _NOTHING)
-            if measured.has(self._starts_from):
-                (made if self._start(block, measured) else rejected).append(block)
-            measured.keep(self.recipe.first | self.recipe.second)
+            recipe = self.recipe.at(block.layer.geometry.d_in)
+            if measured.has(self._starts_from(block)):
+                (made if self._start(block, recipe, measured) else rejected).append(block)
+            measured.keep(recipe.first | recipe.second)
         if self._is_divided:
             self._hand_out([(block, name) for block in made for name in self._made(block)])
         return rejected
 
-    def _start(self, block: Block, measured: Measured) -> bool:
+    def _start(self, block: Block, recipe: Recipe, measured: Measured) -> bool:
         if self._makers.owns(block.layer):
-            return blocks.start(block, self.recipe, measured)
+            return blocks.start(block, recipe, measured)
         if self._is_divided:
-            return blocks.start_from_another(block, self.recipe, measured, self._made(block))
-        return blocks.start_elsewhere(block, self.recipe, measured)
+            return blocks.start_from_another(block, recipe, measured, self._made(block))
+        return blocks.start_elsewhere(block, recipe, measured)
 
     def _made(self, block: Block) -> State:
         return blocks.made_at_start(self._makers.template(block.layer), self.recipe)
