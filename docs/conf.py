@@ -35,7 +35,7 @@ exclude_patterns = [
 ]
 nitpicky = True
 nitpick_ignore_regex = [("py:(class|obj)", r"kfqn_ext\..*\._?[A-Z]")]  # type variables
-myst_heading_anchors = 3
+myst_heading_anchors = 6
 
 html_theme = "furo"
 html_title = "kfqn-ext"

@@ -74,6 +74,20 @@ def test_what_nothing_linked_to_is_linked(target: str) -> None:
         assert any(path.is_relative_to(ROOT / target) for path in once | twice)
 
 
+def test_there_is_a_page_about_choosing_rate_and_damping() -> None:
+    """The README had one sentence, and neither starting values nor what else could be set."""
+    guide = ROOT / "docs/guide.md"
+    assert guide in linked(ROOT / "README.md")
+    assert all(name in guide.read_text() for name in ("warm_start", "curvature_update_freq", "diagnostics()"))
+
+
+def test_a_page_on_loops_says_what_a_trainer_s_wrapper_lacks() -> None:
+    """Of Accelerate's, ``first_pass`` is an AttributeError, and ``step(Minibatch)`` returns None."""
+    loops = ROOT / "docs/loops.md"
+    assert loops in linked(ROOT / "README.md")
+    assert "Accelerate" in loops.read_text() and "optimizer.optimizer" in loops.read_text()
+
+
 def linked(page: Path) -> set[Path]:
     """Files of the checkout that a page links to."""
     targets = [target.partition("#")[0] for target in LINK.findall(words(page.read_text())) if ":" not in target]

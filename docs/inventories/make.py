@@ -30,6 +30,7 @@ PAGES = {
 
 OTHER_NAMES = {  # that signatures have for what is documented under another
     "Tensor": "torch.Tensor",
+    "nn.Module": "torch.nn.Module",
     "torch._C.Generator": "torch.Generator",
     "torch.distributed.distributed_c10d.ProcessGroup": "torch.distributed.ProcessGroup",
     "torch.nn.modules.module.Module": "torch.nn.Module",

@@ -93,7 +93,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         self.reduction = reduction
         self.accumulate = accumulate
         self.has_gradient: Callable[[nn.Module], bool] = lambda module: cast(Tensor, module.weight).grad is not None
-        """Whether a layer's weight has a gradient: its module may hold another than the one that is kept."""
+        """Whether a layer's weight has a gradient; its module may hold another than the one that is kept."""
         self._only = None if modules is None else WeakSet(modules)
         self.saw_empty_batch = False
         self.saw_half = False
