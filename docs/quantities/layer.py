@@ -31,7 +31,7 @@ def main() -> None:
     grid(ax, 0, 0, 6, 6, {(i, j) for i in (1, 2, 3) for j in (2, 3, 4)})
     ax.text(3, 6.3, "input of one datum", ha="center", fontsize=10)
     ax.text(3, -0.9, "3 × 3 pixels: the patch at t", ha="center", fontsize=10)
-    arrow(ax, (6.3, 3.5), (9, 3.5), "as a column")
+    arrow(ax, (6.3, 3.5), (9, 3.5), "stacked")
     grid(ax, 9.3, -2, 10, 1, {(i, 0) for i in range(9)})
     ax.text(9.8, -1.5, "1", ha="center", va="center", fontsize=10)
     ax.text(9.8, 8.3, "$a_t$", ha="center", fontsize=12)

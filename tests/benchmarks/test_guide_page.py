@@ -63,3 +63,13 @@ def test_a_run_that_failed_has_no_loss(value: float | None, loss: float | None) 
     trials = [heatmaps.Trial("lenet", "adam", {}, 2, 0), heatmaps.Trial("lenet", "onepass", {"lr": 1.0}, 2, 0)]
     made = heatmaps.cells(trials, {trial.key: record for trial in trials})
     assert [cell["loss"] for cell in made] == [cell["at_seconds"] for cell in made] == [loss, loss]
+
+
+@pytest.mark.filterwarnings("ignore")  # a rate that is too large is worth a warning
+def test_from_the_command_line_to_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--log", str(tmp_path / "log.jsonl"), "--json", str(tmp_path / "numbers.json")]
+    heatmaps.main(["--quick", "--jobs", "1", "--problems", "deepmlp", *files, "--figures", str(tmp_path)])
+    results = json.loads((tmp_path / "numbers.json").read_text())
+    assert heatmaps.render(results) in capsys.readouterr().out
+    assert len(results["cells"]) == sum(map(len, heatmaps.grids().values()))
+    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in heatmaps.RATES)
