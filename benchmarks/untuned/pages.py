@@ -53,7 +53,7 @@ def _tried(name: str) -> Part:
     return Part(DESIGN, ["untuned-tried.jsonl"], render)
 
 
-_TRIED = ("exponent", "normalized")
+_TRIED = ("exponent", "groups", "normalized")
 _SETS = ["untuned-choice.jsonl", "untuned-held-out.jsonl"]
 
 PARTS = {

@@ -101,7 +101,8 @@ def _table(results: dict[str, Any], name: str, own: float) -> str:
         row = [grids.of(column, rate=rate, damping=damping, late=late) for column in columns]
         rows.append([_label(rate, damping, late), *map(grids.text, row)])
     for title, among in (("own ÷ best ε at this rate", {"rate": 1.0}), ("own ÷ best", {})):
-        rows.append([title, *(_lost(column, own, among) for column in columns)])
+        lost = [_lost(column, own, among) for column in columns]
+        rows += [[title, *lost]] if any(lost) else []
     return markdown(rows)
 
 

@@ -26,7 +26,8 @@ def render(sets: Sequence[Results]) -> str:
         rows.append([title, *cells])
     note = (
         f"{len(results['problems'])} problems, mean losses of {len(results['seeds'])} seeds. Below Adam: than that at "
-        "its best of five rates. ≤ 1.3, and median: of the loss ÷ that of the better of tuned SOAP and Muon."
+        "its best of five rates. ≤ 1.3, and median: of the loss ÷ that of the better of tuned SOAP and Muon. "
+        "`python -m benchmarks.untuned.pages` prints this."
     )
     return f"{markdown(rows)}\n\n{note}"
 

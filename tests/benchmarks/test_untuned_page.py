@@ -91,6 +91,16 @@ def test_nothing_diverged_at_other_rates() -> None:
     assert len(rows) == 1 and re.findall(r"(\d+) of (\d+)", rows[0]) == [("0", "84")] * 3 + [("0", "21")]
 
 
+def test_nothing_diverged_in_two_passes_and_what_the_ends_gain() -> None:
+    (log,) = PARTS["robust-two-pass"].lines()
+    assert all(loss is not None for cell in log["cells"] for loss in cell["losses"])
+    mine = [c for c in log["cells"] if c["optimizer"] == "kbfgs" and not c["late"]]
+    losses = {(c["problem"], c["rate"], c["damping"]): fmean(c["losses"]) for c in mine}
+    best = {p: min(loss for (q, *_), loss in losses.items() if q == p) for p in log["problems"]}
+    most = max(losses[p, 1.0, 0.3] / best[p] for p in log["problems"])
+    assert f"within {most:.1f} times the best of these" in WORDS
+
+
 def test_what_another_damping_does_for_kfac() -> None:
     (log,) = PARTS["robust-two-pass"].lines()
     at = {

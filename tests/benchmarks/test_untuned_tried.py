@@ -1,6 +1,7 @@
 """The studies of single ideas beside the defaults, and the rules that were only tried."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,9 @@ def steps_of(*shapes: tuple[int, ...]) -> list[Step]:
 
 def lengths(rule: Spectral, *shapes: tuple[int, ...]) -> list[float]:
     """‖cP‖₂ of each, or of each block of the only one, once the power iteration has converged."""
-    steps, gate = steps_of(*shapes), Gate(torch.tensor(True))
+    given, gate = steps_of(*shapes), Gate(torch.tensor(True))
     for _ in range(200):
+        steps = [replace(step, direction=step.direction.clone()) for step in given]  # a rule may change them in place
         scales = rule.scales(steps, gate)
     found = [torch.linalg.matrix_norm(c * s.direction, 2) for c, s in zip(scales, steps, strict=True)]
     return torch.stack(found).flatten().tolist()
