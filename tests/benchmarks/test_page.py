@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import floors, profile, report, rounding, scaling, tried, ways
+from benchmarks import floors, memory_parts, profile, report, rounding, scaling, tail, tried, ways
 from benchmarks.problems import PROBLEMS, set_up
 from benchmarks.targets import TARGETS, row
 from workloads.cost_formulas import Frequencies, multiplications, state_numbers
@@ -24,6 +24,8 @@ PARTS = {
     "ways": ways.render,
     "tried": tried.render,
     "rounding": rounding.render,
+    "memory_parts": memory_parts.render,
+    "tail": tail.render,
 }
 FILES = {part: ROOT / "results" / f"benchmarks-{part}.jsonl" for part in PARTS}
 FILES["bench"] = ROOT / "results" / "benchmarks.jsonl"
