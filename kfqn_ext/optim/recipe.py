@@ -12,7 +12,7 @@ from kfqn_ext.optim.lengths import Computed, SignalToNoise, Spectral, StepLength
 from kfqn_ext.optim.numbers import is_count
 from kfqn_ext.optim.others import AdamW, Momentum, Others
 
-__all__ = ["Recipe", "SecondPass", "untuned"]
+__all__ = ["Recipe", "SecondPass", "Wide", "untuned"]
 
 
 class SecondPass(Enum):
