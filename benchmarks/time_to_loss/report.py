@@ -13,7 +13,8 @@ def render(results: dict[str, Any]) -> str:
     """A table a problem."""
     blocks = ["On small data and in few seconds, to see that it runs."] if results["quick"] else []
     for problem in results["problems"].values():
-        blocks += [f"**{problem['title']}**, {problem['seconds']:g} s a run:", _table(problem)]
+        seeds = min(len(row["seeds"]) for row in problem["rows"].values())
+        blocks += [f"**{problem['title']}**, {problem['seconds']:g} s a run, {seeds} seed(s):", _table(problem)]
     return "\n\n".join(blocks)
 
 

@@ -112,6 +112,7 @@ def test_the_table() -> None:
     }
     problem = {"title": "p", "seconds": 8.0, "losses": [1.0, 0.5], "rows": rows}
     lines = report.render({"quick": False, "problems": {"p": problem}}).splitlines()
+    assert lines[0] == "**p**, 8 s a run, 3 seed(s):"
     assert lines[-2:] == [
         "| often | 2.0 | 6.0 (2 of 3) | 0.2 | 12 | none |",
         "| never, which broke off: RuntimeError: no such / kernel | — | — | — | 3 | α 0.1* |",

@@ -84,3 +84,12 @@ def test_a_part_of_the_data_at_a_time(at_a_time: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(conv, "_PATCH_BUDGET", at_a_time * 16 * 16 * geometry.d_in)
     torch.testing.assert_close(geometry.gram(x), here)
     assert max(seen) == at_a_time and sum(seen) == 8
+
+
+@pytest.mark.gpu
+@each
+def test_the_same_numbers_on_a_gpu(name: str) -> None:
+    geometry, shape = layer(name)
+    x = torch.rand(shape, dtype=torch.float64)
+    for there, here in zip(products(geometry, x.cuda()), products(geometry, x), strict=True):
+        torch.testing.assert_close(there.cpu(), here)
