@@ -193,8 +193,18 @@ def _draw_quantity(
     ax.set_xlabel("step", fontsize=_FONT)
     ax.tick_params(labelsize=_FONT)
     if quantity.endswith("error"):
-        ax.set_yscale("log")
-        ax.yaxis.set_minor_formatter(need("matplotlib.ticker", "plot()").NullFormatter())
+        _log_axis(ax)
+
+
+def _log_axis(ax: Any) -> None:
+    """A logarithmic axis with two labels at least, which leave room for each other."""
+    ticker = need("matplotlib.ticker", "plot()")
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    subs = (1, 1.5, 2, 3, 4, 5, 7) if high < 10 * low else (1, 2, 5) if high < 100 * low else (1,)
+    ax.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=20))
+    ax.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 _MARKERS = ("o", "s", "^", "v", "D", "x")
