@@ -67,5 +67,5 @@ def test_pythons_that_are_claimed_one_by_one_were_tested(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         text = archive.extractfile(f"kfqn_ext-{kfqn_ext.__version__}/PKG-INFO").read().decode()
     claimed = re.findall(r"^Classifier: Programming Language :: Python :: (3\.\d+)$", text, re.M)
-    assert claimed == ["3.11"]
+    assert claimed == ["3.11", "3.13"]
     assert re.findall(r"^Project-URL: (\w+), https://", text, re.M) == ["Paper", "BackPACK"]

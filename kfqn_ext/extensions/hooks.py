@@ -243,11 +243,10 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
         return
     # A checkpoint counts what is saved. What it repeats may find other extensions active, and must save as often: where
     # nothing is kept, something small is saved, which dies at once. In the repetition the input may stand for either.
-    # Its output, not its node: alone, that of torch 2.6 has let the tensor go.
-    holder = _Kept.apply(x.detach() if measured or current_backward() >= 0 else _ANY.detach(), _ANY)
+    node = _Kept.apply(x.detach() if measured or current_backward() >= 0 else _ANY.detach(), _ANY).grad_fn
     if not measured:
         return
-    kept, call, which = [holder], Call(module), watched.output_nr
+    kept, call, which = [node], Call(module), watched.output_nr
     mark_as_own(watched.grad_fn, x.grad_fn)
 
     def run(gradients: tuple[Tensor | None, ...]) -> None:
@@ -305,7 +304,7 @@ def _input(module: nn.Module, kept: list[Any]) -> Tensor:
             "that pass."
         )
     try:
-        x: Tensor = kept[0].grad_fn.saved_tensors[0]
+        x: Tensor = kept[0].saved_tensors[0]
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise

@@ -1,10 +1,10 @@
 """K-BFGS and K-BFGS(L), ``algo_8``."""
 
 from dataclasses import replace
-from typing import Any, cast, final
+from typing import Any, Self, cast, final
 
 from torch import Tensor, nn
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from kfqn_ext.optim.groups.hyperparameters import Shared, shows_all_keywords
 from kfqn_ext.optim.groups.schedules import BURN_IN, QUICK_BURN_IN, Schedule

@@ -1,10 +1,10 @@
 """KFAC, ``algo_1``: the baseline whose factors are computed instead of learned."""
 
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Self, final
 
 from torch import Tensor, nn
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from kfqn_ext.linalg import splits
 from kfqn_ext.optim.groups.hyperparameters import Shared, shows_all_keywords

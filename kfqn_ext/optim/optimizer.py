@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, Self, overload
 from warnings import warn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from kfqn_ext._torch import accumulates_gradient_of, finder_of_gradients, is_divided, rest, rows_of
 from kfqn_ext.extensions import KBFGSQuantities, LayerExtension, extend, listen
