@@ -53,7 +53,7 @@ def _tried(name: str) -> Part:
     return Part(DESIGN, ["untuned-tried.jsonl"], render)
 
 
-_TRIED = ("exponent", "groups", "normalized")
+_TRIED = ("exponent", "warm-up", "groups", "long", "normalized")
 _SETS = ["untuned-choice.jsonl", "untuned-held-out.jsonl"]
 
 PARTS = {
@@ -62,6 +62,7 @@ PARTS = {
     "held-out": _set("held-out"),
     "robust": Part(DETAILS, ["untuned-robust.jsonl"], _one(robust.render)),
     "robust-two-pass": Part(DETAILS, ["untuned-robust-two-pass.jsonl"], _one(robust.render)),
+    "robust-held-out": Part(DETAILS, ["untuned-robust-held-out.jsonl"], _one(robust.render)),
     "widths": Part(DETAILS, ["untuned-widths.jsonl"], _one(widths.render)),
     "autoencoder": Part(DETAILS, ["untuned-autoencoder.jsonl"], autoencoder_report.render, autoencoder_report.draw),
     **{f"tried {name}": _tried(name) for name in _TRIED},

@@ -18,7 +18,7 @@ from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
 from kfqn_ext.optim.gate import Gate
 from kfqn_ext.optim.inverses import FisherAction, LargestTrace, SecantBFGS
 from kfqn_ext.optim.inverses.base import Kinds, Seen, State
-from kfqn_ext.optim.lengths import MatchRMSAdamW, SignalToNoise, Spectral, Step
+from kfqn_ext.optim.lengths import SignalToNoise, Spectral, Step
 
 Schedule = Callable[[int], Rate]
 
@@ -88,52 +88,12 @@ class EachGroup(Spectral):
         return scales
 
 
-@dataclass(frozen=True)
-class Capped(SignalToNoise):
-    """No step is longer than a share of α ‖W‖_F, with a root mean square of W's entries of 10⁻³ at least."""
-
-    share: float = 0.1
-
-    def scales(self, steps: Sequence[Step], gate: Gate) -> Tensor | None:  # noqa: D102
-        scales = super().scales(steps, gate)
-        assert scales is not None
-        P = torch.stack([step.direction.norm() for step in steps]).clamp(min=torch.finfo(scales.dtype).tiny)
-        most = [
-            self.share
-            * torch.maximum(step.state["size_of_W"], step.state["size_of_W"].new_tensor(1e-3))
-            * math.sqrt(step.direction.numel())
-            for step in steps
-        ]
-        return torch.minimum(scales, torch.stack(most).to(scales) / P)
-
-
-def capped(share: float) -> Variant:
-    """Each layer's state has the root mean square of its weight before the step."""
-
-    def step(optimizers: Optimizers, batch: Minibatch) -> Tensor:
-        (optimizer,) = optimizers
-        for p in batch.model.parameters():
-            if p.ndim > 1 and "num_locations" in optimizer.state[p]:
-                optimizer.state[p]["size_of_W"] = p.detach().square().mean().sqrt()
-        return loop(optimizers, batch)
-
-    return _one_pass(step, length=Capped(share=share))
-
-
 def exponent(power: float, least: float = 1.0) -> Variant:
     return _one_pass(length=SignalToNoise(Shaped(power, least)))
 
 
-def signal_power(power: float) -> Variant:
-    return _one_pass(length=SignalToNoise(Spectral(), power))
-
-
 def each_group() -> Variant:
     return _one_pass(length=SignalToNoise(EachGroup()))
-
-
-def rms() -> Variant:
-    return _one_pass(length=SignalToNoise(MatchRMSAdamW()))
 
 
 # ------------------------------------------------------------------ rates over time
@@ -146,11 +106,6 @@ def warm_up(share: float) -> Variant:
         return lambda step: cosine(steps)(step) * min(1.0, (step + 1) / max(1.0, share * steps))
 
     return Variant(OURS["onepass"], {}, schedule)
-
-
-def linear(steps: int) -> Rate:
-    """From one to zero along a straight line."""
-    return lambda step: max(0.0, 1 - step / steps)
 
 
 def falling_damping(power: float) -> Variant:
@@ -261,8 +216,3 @@ class SecantElseFisher(SecantBFGS):
 
 def fisher_where_blind() -> Variant:
     return _two_pass(output_inverse=SecantElseFisher(unit=LargestTrace()))
-
-
-def fisher_everywhere() -> Variant:
-    """Two passes, and the second one for nothing: what the one-pass row would be in the other's loop."""
-    return _one_pass(closure)

@@ -101,6 +101,30 @@ def test_nothing_diverged_in_two_passes_and_what_the_ends_gain() -> None:
     assert f"within {most:.1f} times the best of these" in WORDS
 
 
+def test_nothing_diverged_on_held_out_problems() -> None:
+    (log,) = PARTS["robust-held-out"].lines()
+    assert all(loss is not None for cell in log["cells"] for loss in cell["losses"])
+    lost = []
+    for problem in log["problems"]:
+        mine = [c for c in log["cells"] if c["problem"] == problem and not c["late"]]
+        own = next(fmean(c["losses"]) for c in mine if (c["rate"], c["damping"]) == (1.0, 0.3))
+        lost.append(own / min(fmean(c["losses"]) for c in mine))
+    *most, worst = sorted(lost)
+    assert f"is within {max(most):.1f} times the best of these on six, and {worst:.1f} on `tabular`" in WORDS
+
+
+def test_what_holds_up_small_losses() -> None:
+    (log,) = [line for line in PARTS["tried long"].lines() if line["study"] == "long"]
+    loss = {(c["optimizer"], c["problem"]): fmean(c["losses"]) for c in log["cells"]}
+    gains = loss["one pass", "regression"] / loss["ε = 0.03", "regression"]
+    halved = loss["one pass", "lenet"] / loss["rate × 1/2", "lenet"]
+    words = " ".join(PAGES["docs/design.md"].split())
+    assert f"ε = 0.03 ends {gains:.1f} times lower on the regression" in words
+    assert f"Half the rate ends {halved:.1f} times lower on `lenet`" in words
+    soap = found(SETS[0], "soap", 800)
+    assert loss["ε = 0.03", "regression"] < min(soap["regression"])
+
+
 def test_what_another_damping_does_for_kfac() -> None:
     (log,) = PARTS["robust-two-pass"].lines()
     at = {
