@@ -60,6 +60,12 @@ PARTS = {
     ),
     "ways": PagePart("ways to A and to A s", "ways-to-a-and-to-a-s"),
     "tried": PagePart("what was tried for speed and left out", "tried-and-left-out"),
+    "memory_parts": PagePart(
+        "what the peak of a step's memory is made of",
+        "what-the-peak-is-made-of",
+        ("--problem", "autoencoder", "vgg16", "--contenders", "kbfgs", "kbfgs-bf16", "kbfgs-wide"),
+    ),
+    "tail": PagePart("a second pass from the first layer that learns, beside the whole", "tried-and-left-out"),
     "rounding": PagePart("directions in bfloat16", "what-bfloat16-does-to-the-direction", needs_data=True),
 }
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import compare, floors, memory, options, profile, rounding, scaling, tried, turns, ways
+from benchmarks import compare, floors, memory, options, profile, rounding, scaling, tail, tried, turns, ways
 from benchmarks.contenders import CONTENDERS, Contender, every, every_two
 from benchmarks.problems import PROBLEMS, QUICK, Setup, set_up
 from benchmarks.ready import Ready
@@ -255,6 +255,15 @@ def test_ways_to_products(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     rows = [line.strip("|").split("|") for line in shown.splitlines() if "×" in line]
     assert len(rows) == len(ways.SIZES)
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_second_pass_of_the_tail(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tail.main(["--steps", "4", "--seeds", "2", "--json", str(tmp_path / "log.json")])
+    runs = logged(tmp_path / "log.json", tail.render, capsys.readouterr().out)["runs"]
+    assert [len(of_way) for of_way in runs.values()] == [2, 2]
+    for (whole, _), (last, _) in zip(*runs.values(), strict=True):
+        assert 0 < abs(whole - last) < 0.5 * whole  # another pair, and nearly the same steps
 
 
 @pytest.mark.usefixtures("one_thread")

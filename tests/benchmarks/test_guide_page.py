@@ -1,13 +1,17 @@
 """What docs/guide.md says is what its logs in results/ say."""
 
 import json
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from benchmarks.untuned import heatmaps
 from benchmarks.untuned.lists import ENTRIES
+from kfqn_ext import KBFGS, OnePassKBFGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/guide.md").read_text()
@@ -55,6 +59,15 @@ def test_what_rare_updates_cost() -> None:
         for problem in ROBUST["problems"]
     ]
     assert f"T = 20 from the first step costs at most {max(costs):.1f} times the loss" in WORDS
+
+
+def test_how_often_the_default_updates() -> None:
+    def due(make: Callable[..., Any], steps: int = 320) -> int:
+        T = signature(make).parameters["curvature_update_freq"].default
+        return sum(k % T(k) == 0 for k in range(1, steps + 1))
+
+    default, printed = due(OnePassKBFGS), due(KBFGS.as_printed)
+    assert f"which leaves {default} updates in 320 steps, and {printed} in the paper's form" in WORDS
 
 
 @pytest.mark.parametrize(("value", "loss"), [(1.0, 1.0), (None, None)])

@@ -72,7 +72,7 @@ def test_it_sees_a_tensor_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         optimizer.step(batch)
     # torch lets such numbers take part, and moves them each time.
-    monkeypatch.setattr(gate, "_number", lambda value, like: torch.tensor(value))
+    monkeypatch.setattr(gate.Gate, "_number", lambda self, value, like: torch.tensor(value))
     with OneDevice() as devices:
         optimizer.step(batch)
     assert devices.found

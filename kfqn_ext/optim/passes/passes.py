@@ -240,12 +240,13 @@ class Passes:
         same_data = results.repeats if first.reading is None else first.reading.agrees_with(reading)
         same_draws = first.draws is None or first.draws.agree_with(draws)
         found = measurement.results()
-        other_data, other_draws = ~same_data, _on_host(not same_draws).to(same_data.device)
+        other_data, other_draws = ~same_data, _on_host(not same_draws)
+        results.repeats = same_data if same_draws else _on_host(False)
         if pool is not None:
             found, other_data, other_draws = self._pool_second(pool, found, first, other_data, not same_draws)
+            results.repeats = ~(other_data | other_draws)
         self._other_data.note(other_data)
         self._other_draws.note(other_draws)
-        results.repeats = ~(other_data | other_draws)
         if pool is not None or self._replay.is_exact:
             results.update(found)
 
