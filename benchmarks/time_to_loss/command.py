@@ -17,7 +17,7 @@ from benchmarks.time_to_loss.grids import OPTIMIZERS
 from benchmarks.time_to_loss.problems import RACES
 from benchmarks.time_to_loss.race import outcome
 from benchmarks.time_to_loss.report import render
-from benchmarks.time_to_loss.study import Found, Study, key
+from benchmarks.time_to_loss.study import Found, RaceStudy, key
 from benchmarks.untuned.data import Source
 from benchmarks.untuned.log import held
 from benchmarks.untuned.working import start_process
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--report-only", action="store_true", help="run nothing")
     parser.add_argument("--quick", action="store_true", help="digits and few seconds, to see that it runs")
     args = parser.parse_args(arguments)
-    study = Study(args.problem, args.optimizers, args.seeds, args.quick)
+    study = RaceStudy(args.problem, args.optimizers, args.seeds, args.quick)
     with held(args.log):
         found = {key(record): record for record in records.read(args.log)}
         if not args.report_only:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.show(args.docs, "time to loss", options.text(results, render))
 
 
-def _work(study: Study, found: Found, log: Path, source: Source) -> None:
+def _work(study: RaceStudy, found: Found, log: Path, source: Source) -> None:
     start_process()
     with tqdm(total=study.number, unit=" runs", leave=False) as bar:
         for run in study.runs(found):

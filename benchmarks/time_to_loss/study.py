@@ -25,7 +25,7 @@ def key(run: Heat | Record) -> str:
 
 
 @dataclass(frozen=True)
-class Study:
+class RaceStudy:
     """Problems and optimizers, each with each.
 
     Attributes:

@@ -31,7 +31,7 @@ class TwoPasses(Trainer):
             return super().training_step(model, inputs, *rest)
 
 
-class Classifier(nn.Module):
+class ModelWithLoss(nn.Module):
     """What the trainer takes: a module that is given columns of its data, and returns its loss."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ def main(epochs: int = 4) -> list[float]:
     x = torch.randn(256, 2)
     y = (2 * (x[:, 0] > 0) + (x[:, 1] > 0)).long()
     rows = [{"points": point, "labels": label} for point, label in zip(x, y, strict=True)]
-    model = Classifier()
+    model = ModelWithLoss()
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
 
 
-class Classifier(LightningModule):
+class OnePassClassifier(LightningModule):
     """Two layers."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ def main(epochs: int = 4) -> list[float]:
     torch.manual_seed(0)
     x = torch.randn(256, 2)
     y = (2 * (x[:, 0] > 0) + (x[:, 1] > 0)).long()
-    model = Classifier()
+    model = OnePassClassifier()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(
         max_epochs=epochs, accelerator="cpu", devices=1, gradient_clip_val=1.0, accumulate_grad_batches=2, **quiet

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import memory_parts
+from benchmarks import memory_parts, options
 from benchmarks.memory_parts import Live
 from kfqn_ext.extensions import InputGram, KFACFactors
 from kfqn_ext.optim import Minibatch
@@ -36,7 +36,7 @@ def test_the_parts_of_a_small_network(tmp_path: Path, capsys: pytest.CaptureFixt
     memory_parts.main([*arguments, "--json", str(tmp_path / "log.json")])
     shown = capsys.readouterr().out.strip()
     log = json.loads((tmp_path / "log.json").read_text())
-    assert memory_parts.render(log) == shown
+    assert options.text(log, memory_parts.render) == shown
     sgdm, kbfgs, kfac = log["bytes"]["vgg16"].values()
     weights = sgdm["held"]["state"]
     assert sgdm["later"]["state"] == weights >= sgdm["later"]["gradients"]

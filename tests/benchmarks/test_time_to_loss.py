@@ -13,10 +13,10 @@ from benchmarks.time_to_loss import command, race, report
 from benchmarks.time_to_loss.grids import OPTIMIZERS, grid
 from benchmarks.time_to_loss.problems import RACES
 from benchmarks.time_to_loss.race import Heat
-from benchmarks.time_to_loss.study import Study, key
+from benchmarks.time_to_loss.study import RaceStudy, key
 from benchmarks.untuned.data import Source
 
-STUDY = Study(["vgg"], ["onepass", "adam"], [0, 1, 2], quick=False)
+STUDY = RaceStudy(["vgg"], ["onepass", "adam"], [0, 1, 2], quick=False)
 
 
 def record(run: Heat, last: float, **more: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def record(run: Heat, last: float, **more: Any) -> dict[str, Any]:
     return {**vars(run), "curve": curve, "error": None, "wall": 1.0, **more}
 
 
-def done(study: Study, losses: dict[float, float]) -> dict[str, Any]:
+def done(study: RaceStudy, losses: dict[float, float]) -> dict[str, Any]:
     """All runs, each of a setting with the loss that is given for its rate."""
     found: dict[str, Any] = {}
     for run in study.runs(found):

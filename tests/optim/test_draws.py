@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kfqn_ext.optim import KBFGS, KFAC, Minibatch
-from kfqn_ext.optim.passes.draws import draws
+from kfqn_ext.optim.passes.draws import Draws, draws
 from tests.optim.plain_loop import left
 from tests.optim.test_resume import assert_identical
 from tests.optim.test_threads import Interleaved
@@ -150,6 +150,51 @@ def test_two_models_in_two_threads() -> None:
         turns.run(*(lambda: run(Net(turns.meet), []) for _ in range(2)))
     assert {(True, True), (False, False)} <= set(found) and (False, True) not in found
     assert any("drew other random numbers" in str(warning.message) for warning in told)
+
+
+class MeetingDropout(nn.Dropout):
+    """Where it draws, it meets others of its kind."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.barrier = barrier
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.barrier.wait(20)
+        dropped = super().forward(x)
+        self.barrier.wait(20)
+        return dropped
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_calls_at_the_same_time_agree_with_none(threads: int) -> None:
+    """The generator is left in one place, whoever drew first."""
+    barrier, found = threading.Barrier(threads), [Draws() for _ in range(threads)]
+
+    def run(seen: Draws) -> None:
+        model = MeetingDropout(barrier)
+        with seen.watch(model):
+            model(torch.ones(4))
+
+    running = [threading.Thread(target=run, args=(seen,)) for seen in found]
+    for one in running:
+        one.start()
+    for one in running:
+        one.join()
+    assert [seen.agree_with(seen) for seen in found] == threads * [threads == 1]
+
+
+def test_a_call_that_raises_is_over() -> None:
+    class BrokenDropout(nn.Dropout):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError
+
+    broken, seen = BrokenDropout(), Draws()
+    with pytest.raises(ValueError), Draws().watch(broken):
+        broken(X)
+    with seen.watch(whole := nn.Dropout()):
+        whole(X)
+    assert seen.agree_with(seen)
 
 
 def test_and_with_a_lock() -> None:

@@ -1,6 +1,6 @@
 """Whether two passes draw the same random numbers: torch's generators are the process's, and other threads draw too."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,18 +10,23 @@ from torch import Tensor, nn
 
 from kfqn_ext._torch import is_dropout
 
+# Passes that are in a call of a module which draws, by the device whose generator it draws from.
+_drawing: defaultdict[int | None, set["Draws"]] = defaultdict(set)
+
 
 class Draws:
     """Where the generators stood in one pass, before and after each call of a module which draws.
 
-    Draws of functions, as ``F.dropout``, can't be told from those of another thread and are not watched: a model that
-    draws nothing may learn beside one that draws all the time.
+    Two calls at the same time leave a generator where one after the other would, and may have each other's numbers.
+    Such passes agree with none. Draws of functions, as ``F.dropout``, can't be told from those of another thread and
+    are not watched: a model that draws nothing may learn beside one that draws all the time.
     """
 
     def __init__(self) -> None:
         """Know of no draw yet."""
         self._before: dict[nn.Module, int] = {}
         self._seen: Counter[tuple[nn.Module, int, int]] = Counter()
+        self._overlapped = False
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
@@ -34,20 +39,31 @@ class Draws:
         finally:
             for hook in hooks:
                 hook.remove()
+            for passes in _drawing.values():
+                passes.discard(self)  # a call that has raised was never left
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
+            at_once = _drawing[_generator_of(args)]
+            at_once.add(self)
+            if len(at_once) > 1:
+                for one in list(at_once):
+                    one._overlapped = True
             self._before[module] = _position(args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._seen[module, self._before[module], _position(args)] += 1
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                self._seen[module, self._before[module], _position(args)] += 1
+            _drawing[_generator_of(args)].discard(self)
 
     def agree_with(self, other: "Draws") -> bool:
         """Whether the draws of one pass are among those of the other.
 
         One of the two may have had calls beside those that count, as for a log; a checkpoint may repeat fewer.
         """
+        if self._overlapped or other._overlapped:
+            return False
         return self._seen <= other._seen or other._seen <= self._seen
 
 
@@ -61,11 +77,15 @@ def draws(module: nn.Module) -> bool:
     return module.training and (named or drops or isinstance(module, nn.RReLU))
 
 
+def _generator_of(args: Any) -> int | None:
+    """The number of the CUDA device of a module's input; None for the CPU."""
+    device = next((value.device for value in args if isinstance(value, Tensor)), None)
+    return device.index if device is not None and device.type == "cuda" else None
+
+
 def _position(args: Any) -> int:
     """Where the generator stands on the device of a module's input."""
-    device = next((value.device for value in args if isinstance(value, Tensor)), None)
-    state = generator_state(device.index if device is not None and device.type == "cuda" else None)
-    return hash(state.numpy().tobytes())
+    return hash(generator_state(_generator_of(args)).numpy().tobytes())
 
 
 def generator_state(device: int | None) -> Tensor:
