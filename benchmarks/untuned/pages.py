@@ -53,7 +53,7 @@ def _tried(name: str) -> Part:
     return Part(DESIGN, ["untuned-tried.jsonl"], render)
 
 
-_TRIED = ("exponent", "warm-up", "groups", "long", "normalized")
+_TRIED = ("exponent", "warm-up", "decay", "reduction", "groups", "long", "normalized")
 _SETS = ["untuned-choice.jsonl", "untuned-held-out.jsonl"]
 
 PARTS = {
