@@ -260,7 +260,7 @@ def test_ways_to_products(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
 @pytest.mark.usefixtures("one_thread")
 def test_the_second_pass_of_the_tail(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     tail.main(["--steps", "4", "--seeds", "2", "--json", str(tmp_path / "log.json")])
-    runs = logged(tmp_path / "log.json", tail.render, capsys.readouterr().out)["runs"]
+    runs = logged(tmp_path / "log.json", shown_by(tail), capsys.readouterr().out)["runs"]
     assert [len(of_way) for of_way in runs.values()] == [2, 2]
     for (whole, _), (last, _) in zip(*runs.values(), strict=True):
         assert 0 < abs(whole - last) < 0.5 * whole  # another pair, and nearly the same steps
