@@ -184,6 +184,21 @@ def test_calls_at_the_same_time_agree_with_none(threads: int) -> None:
     assert [seen.agree_with(seen) for seen in found] == threads * [threads == 1]
 
 
+def test_the_order_of_calls_counts() -> None:
+    """One module's calls may have each other's masks, where another thread has set the generator between them."""
+    torch.manual_seed(3)
+    model, found, states = nn.Dropout(), [Draws() for _ in range(2)], []
+    with found[0].watch(model):
+        for _ in range(2):
+            states.append(torch.get_rng_state())
+            model(X)
+    with found[1].watch(model):
+        for state in reversed(states):
+            torch.set_rng_state(state)
+            model(X)
+    assert not found[0].agree_with(found[1])
+
+
 def test_a_call_that_raises_is_over() -> None:
     class BrokenDropout(nn.Dropout):
         def forward(self, x: Tensor) -> Tensor:

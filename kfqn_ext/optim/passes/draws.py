@@ -1,7 +1,7 @@
 """Whether two passes draw the same random numbers: torch's generators are the process's, and other threads draw too."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kfqn_ext._torch import is_dropout
 
+_Call = tuple[nn.Module, int, int]
 # Passes that are in a call of a module which draws, by the device whose generator it draws from.
 _drawing: defaultdict[int | None, set["Draws"]] = defaultdict(set)
 
@@ -25,7 +26,7 @@ class Draws:
     def __init__(self) -> None:
         """Know of no draw yet."""
         self._before: dict[nn.Module, int] = {}
-        self._seen: Counter[tuple[nn.Module, int, int]] = Counter()
+        self._seen: list[_Call] = []
         self._overlapped = False
 
     @contextmanager
@@ -54,17 +55,23 @@ class Draws:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
-                self._seen[module, self._before[module], _position(args)] += 1
+                self._seen.append((module, self._before[module], _position(args)))
             _drawing[_generator_of(args)].discard(self)
 
     def agree_with(self, other: "Draws") -> bool:
-        """Whether the draws of one pass are among those of the other.
+        """Whether the draws of one pass are among those of the other, in their order.
 
         One of the two may have had calls beside those that count, as for a log; a checkpoint may repeat fewer.
         """
         if self._overlapped or other._overlapped:
             return False
-        return self._seen <= other._seen or other._seen <= self._seen
+        return _is_within(self._seen, other._seen) or _is_within(other._seen, self._seen)
+
+
+def _is_within(some: Sequence[_Call], calls: Sequence[_Call]) -> bool:
+    """Whether a sequence is what is left of another where some are struck out."""
+    rest = iter(calls)
+    return all(call in rest for call in some)
 
 
 def draws(module: nn.Module) -> bool:
