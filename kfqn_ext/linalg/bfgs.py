@@ -28,9 +28,9 @@ def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tenso
     where :func:`kfqn_ext.linalg.pairs.unit_pair` keeps it, and where H⁺ can tell its smallest eigenvalue from its
     rounding error. Both are counted in units of H's diagonal, D, in which rounding is relative. An eigenvalue 1 of H
     becomes 1 / (1 + yᵀDy) at least, and what is added has the norm sᵀD⁻¹s (1 + yᵀHy) at most. Smaller eigenvalues
-    than 1 can't be seen without a factorization: where float32 ends, one run in a thousand still loses its
-    definiteness, until a pair along which yᵀHy < 0 restores it. A pair that would make the trace more than a hundred
-    times as large is shortened, H⁺y = s/τ with τ > 1: the next ones go on.
+    than 1 can't be seen without a factorization, and where curvature grows and shrinks by orders of magnitude, float32
+    may lose them: :func:`kfqn_ext.linalg.make_definite_` is to look at H now and then. A pair that would make the trace
+    more than a hundred times as large is shortened, H⁺y = s/τ with τ > 1: the next ones go on.
 
     Args:
         inverses: L symmetric positive definite matrices H, [*B, d_i, d_i]. Overwritten.

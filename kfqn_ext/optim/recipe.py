@@ -126,6 +126,11 @@ class Recipe:
         return tuple(name for rule in rules for name in rule.recomputed) if all(r.recomputed for r in rules) else ()
 
     @property
+    def learned(self) -> tuple[str, ...]:
+        """The names of matrices in a state that are learned pair by pair."""
+        return tuple(name for rule in self._rules for name in rule.learned)
+
+    @property
     def _rules(self) -> tuple[Inverse, Inverse]:
         return self.input_inverse, self.output_inverse
 

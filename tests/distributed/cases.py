@@ -442,6 +442,22 @@ def copies_are_equal_to_the_last_bit(ranks: int, row: str) -> None:
     equal_on_all_ranks([*model.parameters(), *states(optimizer)])
 
 
+@case("KBFGS", "OnePassKBFGS")
+def copies_are_repaired_alike(ranks: int, row: str) -> None:
+    """Where rounding has made an inverse indefinite, here by hand."""
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)))
+    optimizer = FAMILY[row].make(model, lr=0.0, damping=0.5)
+    torch.manual_seed(dist.get_rank())
+    for k in range(16):
+        optimizer.step(Minibatch(model, F.cross_entropy, torch.randn(8, 6), torch.arange(8) % 3))
+        inverses = [state[name] for state in optimizer.state.values() for name in ("H_A", "H_G") if name in state]
+        for H in inverses if k == 14 else ():
+            H -= 2 * H.mean()  # negative along a vector of ones
+    assert all((torch.linalg.eigvalsh(H.double()) > 0).all() for H in inverses)
+    equal_on_all_ranks(inverses)
+
+
 @case()
 def buffers_stay_as_those_of_one_pass(ranks: int) -> None:
     """Running statistics are sent by the first pass of a step, as without an optimizer that runs two."""

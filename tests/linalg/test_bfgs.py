@@ -247,7 +247,7 @@ def test_unrelated_pairs_leave_H_definite(decades: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_long_runs_hardly_ever_lose_it(seed: int) -> None:
-    """Nothing short of a factorization sees the smallest eigenvalue: where float32 ends, one run in a thousand is lost.
+    """Without checks: nothing short of a factorization sees the smallest eigenvalue (``test_definite.py``).
 
     Products that round mirror images apart lost 130 of these 1200 runs, and a guard by the diagonal alone lost H in 817
     of the 1,440,000 updates.

@@ -13,6 +13,7 @@ from kfqn_ext.linalg import kronecker
 from kfqn_ext.optim import Minibatch
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import snapshot
+from kfqn_ext.optim.preconditioner import guard
 from tests.optim.family import FAMILY, OPTIONS, classes, varied
 
 each = pytest.mark.parametrize(("name", "option"), varied("weight decay"))
@@ -71,6 +72,11 @@ def warnings_arrive_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; on a CPU they are read at once, and buffers are compared with what they were."""
     monkeypatch.setattr(LateWarning, "_read", lambda self, flag: None)
     monkeypatch.setattr(snapshot, "is_on_host", lambda t: False)
+
+
+@pytest.fixture(autouse=True)
+def inverses_are_factored_in_each_lesson(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "interval", lambda d: 1)
 
 
 @each

@@ -114,6 +114,8 @@ class Inverse:
     sampled targets where ``second`` names one of them too. ``learn`` is shown those that it names itself."""
     recomputed: ClassVar[tuple[str, ...]] = ()
     """What ``update_inverse`` makes anew in a state. Of several processes one does it then, and sends these."""
+    learned: ClassVar[tuple[str, ...]] = ()
+    """Matrices in a state that ``learn`` updates by BFGS: now and then it is looked whether they are still definite."""
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:
         """Make the initial inverse in a layer's state; what was measured may be kept.

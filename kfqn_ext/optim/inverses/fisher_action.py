@@ -35,6 +35,7 @@ class FisherAction(OutputInverse):
     num_random: int = 3
     first: ClassVar[Kinds] = (FisherProducts,)
     in_own_units: ClassVar[bool] = True
+    learned: ClassVar[tuple[str, ...]] = ("H_G",)
 
     def __post_init__(self) -> None:
         """Check β."""

@@ -67,6 +67,7 @@ class HessianAction(InputInverse):
     """Hessian-action BFGS, "minibatched", ``sec_13``: A is this minibatch's and is never formed."""
 
     first: ClassVar[Kinds] = (InputQuantities,)
+    learned: ClassVar[tuple[str, ...]] = ("H_A",)
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         assert measured.A is not None

@@ -107,6 +107,8 @@ def _move(states: Sequence[State], name: str, value: Tensor, news: Tensor, decay
 class SecantBFGS(Secant):
     """BFGS on H_G."""
 
+    learned: ClassVar[tuple[str, ...]] = ("H_G",)
+
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         state["H_G"] = torch.diag_embed(self.initial(damping).unsqueeze(-1).expand_as(like)).contiguous()
         self._start_pairs(state, like, damping)

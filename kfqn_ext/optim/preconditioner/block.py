@@ -12,6 +12,7 @@ from kfqn_ext.linalg.splits import Balance
 from kfqn_ext.optim.groups.plan import Block, Layer, working_dtype
 from kfqn_ext.optim.inverses import Measured, Seen, State
 from kfqn_ext.optim.numbers import as_real
+from kfqn_ext.optim.preconditioner.guard import keep_definite
 from kfqn_ext.optim.recipe import Recipe
 
 _TRACES = ("trace_A", "trace_G")
@@ -179,6 +180,7 @@ def learn(blocks: Sequence[Block], recipe: Recipe, seen: Seen) -> None:
         _follow_traces(block.state, first.get(InputTraces), seen.finite)
         pairs.append(dampings(block, recipe, first.num_locations))
     damping_A, damping_G = (torch.stack(values) for values in zip(*pairs, strict=True))
+    keep_definite(blocks, recipe.learned, seen.step)
     states = [block.state for block in blocks]
     recipe.input_inverse.learn(states, seen, damping_A)
     recipe.output_inverse.learn(states, seen, damping_G)
