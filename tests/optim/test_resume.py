@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfqn_ext.optim import Minibatch
+from kfqn_ext.optim.preconditioner import rounded
 from tests.optim.family import FAMILY, OPTIONS, classes, firsts
 
 STEPS, INTERRUPTED = 10, 5  # curvature is due on every third step: not at the interruption
@@ -169,5 +170,6 @@ def test_a_state_of_before_the_first_step_can_be_loaded() -> None:
 
 
 if __name__ == "__main__":
+    rounded.multiplies_bfloat16 = lambda device: True  # as in the process that the tests run in: see conftest.py
     torch.set_num_threads(int(sys.argv[2]))
     in_new_process(Path(sys.argv[1]))
