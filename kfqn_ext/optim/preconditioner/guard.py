@@ -21,7 +21,8 @@ def interval(d: int) -> int:
 def keep_definite(blocks: Sequence[Block], names: Sequence[str], step: int) -> None:
     """Make the named matrices in the layers' states definite where it is time for that.
 
-    Lessons are counted by the step's number, which every process knows and every checkpoint has.
+    Lessons are counted by the step's number, which every process knows and every checkpoint has: as k // T. While T
+    grows with k, as in a burn-in, that stands still, and none of these young matrices is looked at.
 
     Args:
         blocks: Layers that learn in this step.
