@@ -301,7 +301,9 @@ def own_rows(whole: Tensor, p: Any) -> Tensor:
 
 
 def units_of_fsdp2(model: nn.Module) -> list[Any]:
-    """The modules of a model that ``fully_shard`` was called on; none before anybody has imported that."""
+    """The modules of a model that ``fully_shard`` was called on, which needs a process group."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 

@@ -80,6 +80,27 @@ STUDIES = {
         }
     ),
     "normalized": Study({**_KBFGS, "Γ where blind": variants.fisher_where_blind()}, ("vggbn", "resnet", "grouped")),
+    **{
+        f"damping-{name}-{steps}": Study(
+            {title: default(name), **{f"ε = {value}": default(name, damping=value) for value in (0.1, 0.03)}},
+            steps=steps,
+        )
+        for name, title in (("onepass", "one pass"), ("kbfgs", "K-BFGS"), ("kfac-untuned", "KFAC"))
+        for steps in (200, 800)
+    },
+    **{
+        f"burn-in-{steps}": Study(
+            {
+                **_ONE_PASS,
+                **{
+                    f"T = k / {growth}, ε = {damping}": variants.learns(growth, damping)
+                    for growth, damping in ((10, 0.03), (3, 0.3), (3, 0.1), (3, 0.03), (2, 0.03))
+                },
+            },
+            steps=steps,
+        )
+        for steps in (200, 800)
+    },
     "long": Study(
         {
             **_ONE_PASS,

@@ -16,6 +16,7 @@ from kfqn_ext.extensions import FisherProducts, KBFGSQuantities
 from kfqn_ext.linalg.power_iteration import spectral_norms_
 from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
 from kfqn_ext.optim.gate import Gate
+from kfqn_ext.optim.groups.schedules import burn_in
 from kfqn_ext.optim.inverses import FisherAction, LargestTrace, SecantBFGS
 from kfqn_ext.optim.inverses.base import Kinds, Seen, State
 from kfqn_ext.optim.lengths import SignalToNoise, Spectral, Step
@@ -106,6 +107,12 @@ def warm_up(share: float) -> Variant:
         return lambda step: cosine(steps)(step) * min(1.0, (step + 1) / max(1.0, share * steps))
 
     return Variant(OURS["onepass"], {}, schedule)
+
+
+def learns(growth: int, damping: float) -> Variant:
+    """How fast T grows at first, beside another ε."""
+    build = of_model(partial(OnePassKBFGS, curvature_update_freq=burn_in(growth=growth)))
+    return Variant(Entry("K-BFGS, one pass", build, step=loop), {"damping": damping})
 
 
 def falling_damping(power: float) -> Variant:

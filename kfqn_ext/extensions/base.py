@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kfqn_ext._torch import computes_gradient_of, rows_of, version_of
 from kfqn_ext.errors import MissingQuantitiesError
-from kfqn_ext.extensions.calls import call_of, is_added_up, objection_to
+from kfqn_ext.extensions.calls import call_of, is_added_up, objection_to, shared
 from kfqn_ext.extensions.pooling import pooled, shares
 from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling, checked_subsampling, geometry_of, refusal
 from kfqn_ext.linalg import full_precision
@@ -163,7 +163,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         """The layer that a module is, where the backward pass that runs is one in which it is to be measured."""
         if self._only is not None and module not in self._only:
             return None
-        geometry = geometry_of(module)
+        geometry = shared(module, "geometry", lambda: geometry_of(module))
         if geometry is None:
             return None
         weight = cast(Tensor, module.weight)
@@ -178,9 +178,14 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         if geometry is None or self._objects(module):
             return
         self.saw_half |= g_out[0].dtype == torch.float16
-        x, scale = cast(Tensor, module.input0), self.loss_scale or 1.0
         with torch.no_grad(), full_precision():
-            self._take(module, LayerPass.of(geometry, module, x, g_out[0], self.reduction, self._subsampling, scale))
+            self._take(module, self._layer_pass(module, geometry, g_out[0]))
+
+    def _layer_pass(self, module: nn.Module, geometry: LayerGeometry, g: Tensor) -> LayerPass:
+        part, scale = self._subsampling, self.loss_scale or 1.0
+        key = self.reduction, tuple(part) if isinstance(part, list) else part, scale
+        x = cast(Tensor, module.input0)
+        return shared(module, key, lambda: LayerPass.of(geometry, module, x, g, self.reduction, part, scale))
 
     def _objects(self, module: nn.Module) -> bool:
         """Whether this call is to be passed over, or another has ruled out that the pass is measured of the layer."""

@@ -3,7 +3,8 @@
 import copy
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -12,7 +13,9 @@ from kfqn_ext.extensions.active import active
 from kfqn_ext.extensions.elsewhere import is_used_elsewhere
 from kfqn_ext.geometry import LayerGeometry, geometry_of
 
+T = TypeVar("T")
 CALL = "_kfqn_call"
+SHARED = "_kfqn_shared"
 _PLAIN = (int, float, bool, str, tuple)
 
 
@@ -91,6 +94,19 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
+def shared(module: nn.Module, key: Hashable, make: Callable[[], T]) -> T:
+    """What several extensions need of the call that a layer's gradient has arrived for; it is made once.
+
+    BackPACK's own hooks have no place for it, and each extension makes its own.
+    """
+    found: dict[Hashable, Any] | None = module.__dict__.get(SHARED)
+    if found is None:
+        return make()
+    if key not in found:
+        found[key] = make()
+    return cast(T, found[key])
+
+
 def call_of(module: nn.Module) -> tuple[Any, int]:
     """The call that a layer's gradient has arrived for, as an object, and the number of the backward pass.
 
@@ -106,7 +122,7 @@ def call_of(module: nn.Module) -> tuple[Any, int]:
 def is_added_up(module: nn.Module) -> bool:
     """Whether the pass that runs adds up to the layer's ``.grad``, or would if that were wanted."""
     call: Call | None = module.__dict__.get(CALL)
-    return call is None or call.is_added_up(module)
+    return call is None or shared(module, "added up", lambda: call.is_added_up(module))
 
 
 def objection_to(module: nn.Module, of_grad: bool) -> tuple[str | None, bool]:
@@ -121,5 +137,5 @@ def objection_to(module: nn.Module, of_grad: bool) -> tuple[str | None, bool]:
     call: Call | None = module.__dict__.get(CALL)
     if call is None:
         return None, True
-    why = call.objection(module)
+    why = shared(module, "objection", lambda: call.objection(module))
     return (call.objection_to_gradient(module) if why is None and of_grad else why), call.trained

@@ -33,13 +33,13 @@ from kfqn_ext._torch import (
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions.active import BACKPACKS, active, has_backpacks_hooks, reaching
 from kfqn_ext.extensions.base import LayerExtension
-from kfqn_ext.extensions.calls import CALL, Call
+from kfqn_ext.extensions.calls import CALL, SHARED, Call, objection_to
 from kfqn_ext.extensions.elsewhere import mark_as_own
 from kfqn_ext.geometry import is_layer, layer_input, refuse_nested
-from kfqn_ext.linalg.precision import without_autocast
+from kfqn_ext.linalg import full_precision
 
 _HANDLES = "_kfqn_hooks"
-_SHOWN = ("output", "input0", CALL)
+_SHOWN = ("output", "input0", CALL, SHARED)
 _DATA_PARALLEL = (
     "nn.DataParallel runs copies of the layers, which live for one forward pass: what is measured on them is lost. "
     "Use one device, or one process for each device and reduce the quantities among them."
@@ -273,15 +273,15 @@ def _check_nested(module: nn.Module) -> None:
 
 def _run_extensions(exts: Sequence[Any], module: nn.Module, call: Call, kept: list[Any], g: Tensor) -> None:
     """Call the extensions as BackPACK's backward hook does, with the module's input at hand for this call only."""
-    own = call.objection(module) is None  # an extension of this package says why it passes over another call
     before = {name: module.__dict__.pop(name) for name in _SHOWN if name in module.__dict__}
     # First-order extensions read the output's shape alone; the true output may have been overwritten since.
-    module.__dict__.update({"output": g, CALL: call})
+    module.__dict__.update({"output": g, CALL: call, SHARED: {}})
     try:
+        own = objection_to(module, False)[0] is None  # an extension of this package says why it passes over another
         wanted = [ext for ext in exts if (ext.wanted(module) if isinstance(ext, LayerExtension) else own)]
         if wanted and own:
             module.__dict__["input0"] = _input(module, kept)
-        with without_autocast():
+        with full_precision():
             for ext in wanted:
                 if ext.expects_backpropagation_quantities():
                     raise NotImplementedError(

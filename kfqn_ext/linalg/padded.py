@@ -6,6 +6,7 @@ together only with their equals.
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -24,10 +25,16 @@ def stack(vectors: Iterable[Tensor]) -> Tensor:
 
 def unstack(stacked: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Undo :func:`stack`, by views: [L, *B, d] and L lengths → L times [*B, d_i]."""
-    return [v[..., :d] for v, d in zip(stacked.unbind(), sizes, strict=True)]
+    longest = stacked.shape[-1]
+    return [v if d == longest else v[..., :d] for v, d in zip(stacked.unbind(), sizes, strict=True)]
+
+
+def times(H: Tensor, v: Tensor) -> Tensor:
+    """Multiply a matrix with a vector: [*B, m, n], [*B, n] → [*B, m]."""
+    return torch.mv(H, v) if H.ndim == 2 else (H @ v.unsqueeze(-1)).squeeze(-1)
 
 
 def times_each(matrices: Sequence[Tensor], v: Tensor) -> Tensor:
     """Multiply each matrix with its vector: L times [*B, d_i, d_i], and [L, *B, d] → [L, *B, d]."""
     vectors = unstack(v, [H.shape[-1] for H in matrices])
-    return stack((H @ u.unsqueeze(-1)).squeeze(-1) for H, u in zip(matrices, vectors, strict=True))
+    return stack(times(H, u) for H, u in zip(matrices, vectors, strict=True))

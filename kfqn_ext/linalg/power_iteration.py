@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg.padded import stack, unstack
+from kfqn_ext.linalg.padded import stack, times, unstack
 
 
 def start_vector(like: Tensor, blocks: Sequence[int] = ()) -> Tensor:
@@ -46,9 +46,9 @@ def spectral_norms_(matrices: Sequence[Tensor], vectors: Sequence[Tensor], keep:
 
 
 def _iterate(matrices: Sequence[Tensor], vectors: Sequence[Tensor], keep: Tensor) -> Tensor:
-    images = [P @ u.unsqueeze(-1) for P, u in zip(matrices, vectors, strict=True)]
-    back = stack((P.mT @ v).squeeze(-1) for P, v in zip(matrices, images, strict=True))
-    before = torch.linalg.vector_norm(stack(v.squeeze(-1) for v in images), dim=-1)
+    images = [times(P, u) for P, u in zip(matrices, vectors, strict=True)]
+    back = stack(times(P.mT, v) for P, v in zip(matrices, images, strict=True))
+    before = torch.linalg.vector_norm(stack(images), dim=-1)
     after = torch.linalg.vector_norm(back, dim=-1)
     usable = torch.isfinite(after) & (before > 0) & (after > 0)
     better = back / torch.where(usable, after, 1.0).unsqueeze(-1)

@@ -6,6 +6,7 @@ well. But a BFGS update whose product H y is rounded to 8 or 11 bits makes H ind
 longer semidefinite, and Δh̄ is a small difference of large numbers.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +19,15 @@ _AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 _ONE_A_KIND = hasattr(backends.cuda.matmul, "fp32_precision")
 
 
+class _Thread(threading.local):
+    """Whether a thread is in the body of :func:`full_precision`: to ask again costs as much as a small product."""
+
+    inside = False
+
+
+_THREAD = _Thread()
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Compute products of float32 in float32: in the body, or in the function that is decorated.
@@ -25,13 +35,18 @@ def full_precision() -> Iterator[None]:
     torch's switches are the process's: while the body runs, other threads' products are in full precision too.
     ``torch.autocast`` is this thread's alone.
     """
+    if _THREAD.inside:
+        yield
+        return
     reduced = [(switch, _held(switch)) for switch in _switches() if switch.fp32_precision not in ("ieee", "none")]
     try:
+        _THREAD.inside = True
         for switch, _ in reduced:
             switch.fp32_precision = "ieee"
         with without_autocast():
             yield
     finally:
+        _THREAD.inside = False
         for switch, value in reduced:
             switch.fp32_precision = value
 

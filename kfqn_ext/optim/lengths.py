@@ -6,7 +6,7 @@ curvature is known. A length can also be *set*: then α says how long the step i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import zip_longest
 from math import sqrt
 
 import torch
@@ -178,9 +178,9 @@ class SignalToNoise(StepLength):
 
 def _sums_of_squares(norms: Sequence[Sequence[Tensor]], like: Tensor) -> Tensor:
     """Of each layer's parameters, [L]: in as few operations for many layers as for one."""
-    ends = list(accumulate(len(of_layer) for of_layer in norms))
-    squares = torch.stack([norm.to(like.device) for of_layer in norms for norm in of_layer]).to(like.dtype).square()
-    return torch.stack([part.sum() for part in squares.tensor_split(ends[:-1])])
+    columns = zip_longest(*norms, fillvalue=like.new_zeros(()))  # all weights, all biases
+    stacked = [torch.stack([norm.to(like.device, like.dtype) for norm in column]) for column in columns]
+    return torch.stack(stacked).square().sum(0)
 
 
 def _times(norms: Tensor, wanted: Sequence[float]) -> Tensor:
@@ -191,4 +191,6 @@ def _times(norms: Tensor, wanted: Sequence[float]) -> Tensor:
 
 def _each(values: Tensor, factors: Sequence[float]) -> Tensor:
     """Multiply each entry with a number of the host, without a copy that a device would wait for."""
+    if len(set(factors)) == 1:
+        return values * factors[0]
     return torch.stack(torch._foreach_mul(values.unbind(), list(factors)))

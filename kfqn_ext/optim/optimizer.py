@@ -460,10 +460,12 @@ class KroneckerOptimizer(Optimizer):
         It counts where it adds to the layer's ``.grad``, from which the next step will come: no evaluation does, and no
         ``autograd.grad``. Several passes accumulate, as ``.grad`` does.
         """
+        listening = self._passes.listening
+        if listening.is_idle or listening.is_paused or self._iteration is not None:
+            return ()
         held: Any = module.weight
-        weight, listening = self._planned.weights.get(module), self._passes.listening
-        waiting = listening.is_paused or listening.is_idle or self._iteration is not None
-        if waiting or weight is None or not (weight is held or is_divided(weight)) or not accumulates_gradient_of(held):
+        weight = self._planned.weights.get(module)
+        if weight is None or not (weight is held or is_divided(weight)) or not accumulates_gradient_of(held):
             return ()
         return listening.measurement(self._begin_listening).extensions
 

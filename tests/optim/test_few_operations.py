@@ -44,9 +44,9 @@ def operations(row: str, blocks: int, **options: Any) -> int:
         ("KBFGS", {"weight_decay": 1e-3}, 11, 40),  # and the decay of each
         ("KBFGS", {"weight_decay": 1e-3, "vector_decay": 0.0}, 9, 50),  # that of the weight alone, in two groups
         ("KBFGS", {"direction_dtype": torch.bfloat16}, 10, 40),  # and two casts of the direction
-        # And for the layer's length two products, three copies, a sum, and two for its own rate; for the two others
-        # gradients that are cleared once more.
-        *((row, {}, 18, 130) for row in rows(lambda member: member.sets_length)),
+        # And for the layer's length two products, three copies, and two for its own rate; for the two others gradients
+        # that are cleared once more.
+        *((row, {}, 17, 130) for row in rows(lambda member: member.sets_length)),
     ],
 )
 def test_operations_of_a_convolution_and_its_normalization(
