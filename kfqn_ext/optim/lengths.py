@@ -90,11 +90,13 @@ class Spectral(StepLength):
         state["u"] = start_vector(like.flatten(0, -2)[0], like.shape[:-2])
 
     def scales(self, steps: Sequence[Step], gate: Gate) -> Tensor | None:  # noqa: D102
-        for step in steps:
-            if "u" not in step.state:
-                self.start(step.state, step.momentum)
-                spectral_norms_([step.direction], [step.state["u"]], gate.closed(step.direction), _FIRST_ITERATIONS)
         directions, closed = [step.direction for step in steps], gate.closed(steps[0].direction)
+        new = [step for step in steps if "u" not in step.state]
+        for step in new:
+            self.start(step.state, step.momentum)
+        if new:
+            first = [step.direction for step in new], [step.state["u"] for step in new]
+            spectral_norms_(*first, closed, _FIRST_ITERATIONS)
         norms = spectral_norms_(directions, [step.state["u"] for step in steps], closed)
         return _times(norms, [max(1.0, sqrt(P.shape[-2] / P.shape[-1])) for P in directions])
 

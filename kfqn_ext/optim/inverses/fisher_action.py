@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kfqn_ext.extensions import FisherProduct, FisherProducts
+from kfqn_ext.extensions import FisherProducts
 from kfqn_ext.linalg import bfgs_update_each_
 from kfqn_ext.linalg.padded import stack
 from kfqn_ext.optim.inverses.averages import check_decay
@@ -62,20 +62,17 @@ class FisherAction(OutputInverse):
         return state["H_G"] @ V, V
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        products = [measured[FisherProducts] for measured in seen.first]
+        known = [i for i, measured in enumerate(seen.first) if measured[FisherProducts].kept is not None]
+        if not known:  # no layer had an H_G to choose directions by
+            return
+        states, damping = [states[i] for i in known], torch.stack([damping[i] for i in known])
+        products = [seen.first[i][FisherProducts] for i in known]
         trace = torch.stack([q.trace for q in products]).unsqueeze(-1)
-        known = seen.finite & torch.isfinite(trace) & (trace > 0)
+        usable = seen.finite & torch.isfinite(trace) & (trace > 0)
         inverses = [state["H_G"] for state in states]
-        S, Gamma_S, V = (stack(sides) for sides in zip(*[self._directions(q) for q in products], strict=True))
+        S, Gamma_S, V = (stack(sides) for sides in zip(*[(q.s, q.Gamma_s, q.kept) for q in products], strict=True))
         for s, Gamma_s, v in zip(S.unbind(-1), Gamma_S.unbind(-1), V.unbind(-1), strict=True):
-            y = torch.lerp(Gamma_s / torch.where(known, trace, 1.0) + damping.unsqueeze(-1) * s, v, self.decay)
-            kept = bfgs_update_each_(inverses, torch.where(known, s, 0.0), torch.where(known, y, 0.0))
+            y = torch.lerp(Gamma_s / torch.where(usable, trace, 1.0) + damping.unsqueeze(-1) * s, v, self.decay)
+            kept = bfgs_update_each_(inverses, torch.where(usable, s, 0.0), torch.where(usable, y, 0.0))
             tried = seen.finite & (v != 0).any(-1)
             count(states, "pairs_seen_G", kept, torch.zeros_like(kept), tried & ~kept)
-
-    def _directions(self, q: FisherProduct) -> tuple[Tensor, Tensor, Tensor]:
-        """s, Γ s and v; empty pairs from a layer's first pass, in which it had no H_G to choose by."""
-        if q.kept is not None:
-            return q.s, q.Gamma_s, q.kept
-        empty = torch.zeros_like(q.s).expand(*q.s.shape[:-1], self.num_directions)
-        return empty, empty, empty
