@@ -16,9 +16,9 @@ try:
 
     import matplotlib.pyplot as plt
 
-    from examples.paper.lines import DPI, MOST, WIDTH, log_axis, look
     from examples.paper.results import time_column
     from examples.paper.sources import logs
+    from workloads.lines import DPI, MOST, WIDTH, log_axis, look
     from workloads.methods import METHODS
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is not installed. In the checkout: pip install -e ".[examples]"') from None
