@@ -14,7 +14,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.ticker import NullFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 from torch import nn
 from tqdm import tqdm
 
@@ -24,7 +24,7 @@ from benchmarks.turns import prepare
 from workloads.bench import Bench
 from workloads.cost_formulas import Frequencies, multiplications
 from workloads.layer_sizes import layer_sizes
-from workloads.lines import WIDTH, look
+from workloads.lines import WIDTH, log_axis, look
 from workloads.losses import CROSS_ENTROPY
 from workloads.workload import Workload
 
@@ -122,15 +122,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for ax, (name, sweep) in zip(axes.flat, results["sweeps"].items(), strict=True):
         for number, (part, values) in enumerate(sweep["parts"].items()):
             ax.plot(sweep["sizes"], [1e3 * s for s in values["seconds"]], label=part, **look(number))
-        ax.set(xscale="log", yscale="log")
+        log_axis(ax)
+        ax.set_xscale("log")
         ax.set_xticks(sweep["sizes"], [f"{n:g}" for n in sweep["sizes"]], fontsize=8)
         ax.xaxis.set_minor_locator(NullLocator())
-        ax.yaxis.set_minor_formatter(NullFormatter())
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.tick_params(axis="y", labelsize=8)
         ax.set_xlabel(name, fontsize=9)
         ax.set_ylabel("ms a step", fontsize=9)
-        ax.grid(alpha=0.3)
     names = axes[0, 0].get_legend_handles_labels()
     figure.legend(*names, loc="outside lower center", ncols=len(PARTS), fontsize=9, frameon=False)
     save(figure, path)
