@@ -22,6 +22,7 @@ from kfqn_ext.optim.inverses import InputInverse, OutputInverse
 from workloads.bench import Bench
 from workloads.clock import now
 from workloads.cost_formulas import Frequencies
+from workloads.lines import WIDTH
 from workloads.methods import METHODS
 from workloads.workload import Workload
 
@@ -112,7 +113,7 @@ class Profile(Bench):
 
 def draw(seconds: dict[str, float], title: str, path: Path) -> None:
     """A bar a part."""
-    figure, ax = plt.subplots(figsize=(6.5, 3.2))
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
     bars = ax.barh(list(seconds)[::-1], [1e3 * s for s in seconds.values()][::-1])
     ax.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
     ax.set(xlabel="ms a step", title=title)

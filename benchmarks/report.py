@@ -14,6 +14,7 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.targets import TARGETS, row
 from benchmarks.turns import counted
 from workloads.environment import one_line
+from workloads.lines import DPI, WIDTH
 
 MB = 1e6
 _LONGEST_ERROR = 100
@@ -91,23 +92,32 @@ def _megabytes(value: float | None) -> str:
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the time of a step of each optimizer, one panel a problem. Long bars are cut; their labels say how long."""
     problems = list(results["problems"].values())
-    height = 1 + 0.25 * max(len(problem["rows"]) for problem in problems)
-    figure, axes = plt.subplots(1, len(problems), figsize=(5.5 * len(problems), height), squeeze=False)
+    names = list(dict.fromkeys(line["row"] for problem in problems for line in problem["rows"]))
+    figure, axes = plt.subplots(
+        1, len(problems), figsize=(WIDTH, 1 + 0.21 * len(names)), sharey=True, squeeze=False, layout="constrained"
+    )
     for ax, problem in zip(axes[0], problems, strict=True):
-        measured = [line for line in problem["rows"] if line["time"] is not None][::-1]
-        names, times = [line["row"] for line in measured], [line["time"] for line in measured]
-        colors = ["C0" if name.startswith(_OURS) else "C7" for name in names]
-        bars = ax.barh(names, [min(time, _LONGEST_BAR) for time in times], color=colors)
-        ax.bar_label(bars, [f"{time:.2f}" for time in times], padding=2, fontsize=8)
-        ax.axvline(1, color="black", linewidth=0.8)
-        ax.set(title=problem["title"], xlabel="time of a step ÷ SGD-m's", xlim=(0, 1.2 * _LONGEST_BAR))
-        ax.tick_params(axis="y", labelsize=8)
+        times = {line["row"]: line["time"] for line in problem["rows"] if line["time"] is not None}
+        _bars(ax, {names.index(name): time for name, time in times.items()}, names)
+        ax.set_title(problem["title"], fontsize=9)
+    axes[0][0].set_yticks(range(len(names)), names, fontsize=8)
+    axes[0][0].invert_yaxis()
+    figure.supxlabel("time of a step ÷ SGD-m's; ours are dark", fontsize=9)
     save(figure, path)
+
+
+def _bars(ax: Any, times: dict[int, float], names: Sequence[str]) -> None:
+    colors = ["C0" if names[place].startswith(_OURS) else "0.75" for place in times]
+    bars = ax.barh(list(times), [min(time, _LONGEST_BAR) for time in times.values()], color=colors)
+    ax.bar_label(bars, [f"{time:.2f}" for time in times.values()], padding=2, fontsize=8)
+    ax.axvline(1, color="black", linewidth=0.8)
+    ax.set_xlim(0, 1.4 * _LONGEST_BAR)
+    ax.margins(y=0.01)
+    ax.tick_params(axis="x", labelsize=8)
 
 
 def save(figure: Any, path: Path) -> None:
     """Save and close a figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=DPI)
     plt.close(figure)

@@ -14,21 +14,21 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.ticker import NullFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 from torch import nn
 from tqdm import tqdm
 
 from benchmarks import options
-from benchmarks.report import markdown
+from benchmarks.report import markdown, save
 from benchmarks.turns import prepare
 from workloads.bench import Bench
 from workloads.cost_formulas import Frequencies, multiplications
 from workloads.layer_sizes import layer_sizes
+from workloads.lines import WIDTH, log_axis, look
 from workloads.losses import CROSS_ENTROPY
 from workloads.workload import Workload
 
 PARTS = ("gradient", "additional pass", "curvature", "direction")
-_STYLES = ("o-k", "s--C3", "^-.C0", "x:C2")  # told apart without colour
 _EVERY_STEP = Frequencies(T=1)
 
 
@@ -116,26 +116,21 @@ def render(results: dict[str, Any]) -> str:
     return "Exponents, measured (`table_5`):\n\n" + markdown(rows)
 
 
-def draw(sweeps: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """One panel a size; the exponents are in the table."""
-    figure, axes = plt.subplots(2, 2, figsize=(8, 6.2), layout="constrained")
-    for ax, (name, sweep) in zip(axes.flat, sweeps.items(), strict=True):
-        for (part, values), style in zip(sweep["parts"].items(), _STYLES, strict=True):
-            ax.plot(sweep["sizes"], [1e3 * s for s in values["seconds"]], style, label=part)
-        ax.set(xscale="log", yscale="log")
+    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 6.2), layout="constrained")
+    for ax, (name, sweep) in zip(axes.flat, results["sweeps"].items(), strict=True):
+        for number, (part, values) in enumerate(sweep["parts"].items()):
+            ax.plot(sweep["sizes"], [1e3 * s for s in values["seconds"]], label=part, **look(number))
+        log_axis(ax)
+        ax.set_xscale("log")
         ax.set_xticks(sweep["sizes"], [f"{n:g}" for n in sweep["sizes"]], fontsize=8)
         ax.xaxis.set_minor_locator(NullLocator())
-        ax.yaxis.set_minor_formatter(NullFormatter())
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.tick_params(axis="y", labelsize=8)
         ax.set_xlabel(name, fontsize=9)
         ax.set_ylabel("ms a step", fontsize=9)
-        ax.grid(alpha=0.3)
     names = axes[0, 0].get_legend_handles_labels()
     figure.legend(*names, loc="outside lower center", ncols=len(PARTS), fontsize=9, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -146,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = QUICK_SWEEPS if args.quick else SWEEPS
     sweeps = {name: measure(sweep, name, args.turns, device) for name, sweep in tqdm(chosen.items(), leave=False)}
     if args.figure is not None:
-        draw(sweeps, args.figure)
+        draw({"sweeps": sweeps}, args.figure)
     options.finish(args, "scaling", device, {"sweeps": sweeps}, render)
 
 

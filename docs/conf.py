@@ -39,6 +39,7 @@ myst_heading_anchors = 6
 
 html_theme = "furo"
 html_title = "kfqn-ext"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 python_maximum_signature_line_length = 90  # longer ones have a line for each argument
 
 autodoc_member_order = "bysource"

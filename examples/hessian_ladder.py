@@ -179,21 +179,27 @@ def ladder(out: Path, data: Data, quick: bool) -> str:
     return "\n\n".join([*parts, "\n".join(f"* {line}" for line in text)])
 
 
+_LAYERS = 6  # of a table
+
+
 def off_axis(cosine: float) -> float:
     return max(0.0, round(1 - cosine**2, 14)) ** 0.5
 
 
 def across(reports: Mapping[str, CurvatureReport], quantity: str, form: str, function: Callable[[float], float]) -> str:
-    """One number of every rung of every layer, as a Markdown table."""
-    columns = [(net, layer) for net, report in reports.items() for layer in report]
-    rows: dict[tuple[str, str], dict[int, str]] = {}
-    for i, (_, layer) in enumerate(columns):
-        for row in layer.rows:
-            value = form.format(function(getattr(row, quantity))).replace("nan", "–")
-            rows.setdefault((row.rung, row.label), {})[i] = value
-    head = ["rung", "paper", *(f"{net} {layer.name}" for net, layer in columns)]
-    body = [[*names, *(cells.get(i, "") for i in range(len(columns)))] for names, cells in rows.items()]
-    return markdown([head, *body])
+    """One number of every rung of every layer, as Markdown tables of at most so many layers."""
+    columns = [(f"{net} {layer.name}", layer) for net, report in reports.items() for layer in report]
+    tables = []
+    for begin in range(0, len(columns), _LAYERS):
+        rows: dict[tuple[str, str], dict[str, str]] = {}
+        shown = dict(columns[begin : begin + _LAYERS])
+        for title, layer in shown.items():
+            for row in layer.rows:
+                value = form.format(function(getattr(row, quantity))).replace("nan", "–")
+                rows.setdefault((row.rung, row.label), {})[title] = value
+        body = [[*names, *(cells.get(title, "") for title in shown)] for names, cells in rows.items()]
+        tables.append(markdown([["rung", "paper", *shown], *body]))
+    return "\n\n".join(tables)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -229,19 +235,25 @@ def track(out: Path, data: Data, quick: bool) -> str:
 
 
 def track_table(net: str, layers: Sequence[str], tracks: Mapping[str, Any]) -> str:
-    """The middle and the last measurement of every run, beside gradient descent with the same λ."""
-    columns = {"H_A": "H_A_error", "H_G": "H_G_error", "I/λ_G": "start_G_error", "H vs aim": "H_aim_error"}
-    columns |= {"H vs (A⊗G+λI)⁻¹": "H_error", "H vs (B+λI)⁻¹": "H_exact_error", "angle °": "angle", "share": "share"}
-    plain = {"I/λ vs (B+λI)⁻¹": "H_exact_error", "angle °": "angle", "share": "share"}
-    rows = [["run", "layer", "step", *columns, *plain]]
+    """The first, the middle and the last measurement of every run, beside gradient descent with the same λ."""
+    aims = {"H_A": "H_A_error", "H_G": "H_G_error", "I/λ_G": "start_G_error", "H vs aim": "H_aim_error"}
+    aims |= {"H vs (A⊗G+λI)⁻¹": "H_error"}
+    exact = {"H vs (B+λI)⁻¹": "H_exact_error", "angle °": "angle", "share": "share"}
+    beside = {f"I/λ: {title.removeprefix('H ')}": key for title, key in exact.items()}
+    parts, whole = [["run", "layer, step", *aims]], [["run", "layer, step", *exact, *beside]]
     for layer in layers:
         for run, reports in tracks.items():
             for step, report in (reports[0], reports[len(reports) // 2], reports[-1]):
                 held = next(row for row in report[layer].rows if row.label == "eq_18")
-                beside = report[layer, "λ I (gradient descent)"]
-                values = [getattr(r, key) for r, keys in ((held, columns), (beside, plain)) for key in keys.values()]
-                rows.append([run, f"{net} {layer}", str(step), *(f"{v:.3g}".replace("nan", "–") for v in values)])
-    return markdown(rows)
+                plain = report[layer, "λ I (gradient descent)"]
+                names = [run, f"{net} {layer}, {step}"]
+                parts.append([*names, *_numbers(held, aims)])
+                whole.append([*names, *_numbers(held, exact), *_numbers(plain, beside)])
+    return f"{markdown(parts)}\n\n{markdown(whole)}"
+
+
+def _numbers(row: Any, columns: Mapping[str, str]) -> list[str]:
+    return [f"{getattr(row, key):.3g}".replace("nan", "–") for key in columns.values()]
 
 
 def wide_layer(out: Path, data: Data, quick: bool) -> str:
@@ -258,7 +270,7 @@ def wide_layer(out: Path, data: Data, quick: bool) -> str:
     seconds = time.perf_counter() - start
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     report.plot(out / "resnet32.png")
-    columns = ["error", "error_se", "spectral_error", "cosine", "cosine_se", "damped_error", "angle", "share"]
+    columns = ["error", "error_se", "cosine", "cosine_se", "angle", "share"]
     time_taken = f"{seconds:.0f} s on {torch.get_num_threads()} threads"
     facts = f"Loss {loss:.3f} after {steps} steps of K-BFGS; {time_taken}, peak memory {memory:.2f} GiB."
     print(report, facts, sep="\n")

@@ -13,26 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+# BackPACK has no types; what is said of its own functions is no concern of a user's.
 MYPY = "[mypy]\nstrict = True\n[mypy-backpack.*]\nignore_missing_imports = True\n"
-USER = """
-import torch
-from backpack import backpack
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-
-from kfqn_ext import KBFGS, KBFGSQuantities, Minibatch, OnePassKBFGS, extend
-from kfqn_ext.extensions import LayerMoments
-
-layer = nn.Linear(4, 3)
-model = extend(nn.Sequential(layer))
-x, y = torch.rand(8, 4), torch.randint(3, (8,))
-moments = KBFGSQuantities()
-with backpack(moments):
-    torch.autograd.backward(cross_entropy(model(x), y))
-q: LayerMoments | None = moments.get(layer)
-loss: Tensor = KBFGS(model).step(Minibatch(model, cross_entropy, x, y))
-nothing: None = OnePassKBFGS(nn.Linear(4, 3)).step()
-"""
+USER = Path(__file__).with_name("users_file.py").read_text()
 
 
 def programs(page: str) -> list[str]:

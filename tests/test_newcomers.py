@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from kfqn_ext import KBFGS, KFAC, InputGram, KBFGSQuantities, KFACFactors, Minibatch, extend
+from tests.installed_check import MYPY, USER
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,39 +54,12 @@ def test_inverses_print_as_one_line_of_shapes(make: type) -> None:
 
 # ------------------------------------------------------------------ what a type checker says
 
-USER = """
-from typing import assert_type
-
-import torch
-from backpack import backpack
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-
-from kfqn_ext import KBFGS, KBFGSQuantities, Minibatch, extend
-from kfqn_ext.extensions import GramOperator, LayerMoments
-
-layer = nn.Linear(4, 3)
-model = extend(nn.Sequential(layer))
-x, y = torch.rand(8, 4), torch.randint(3, (8,))
-moments = KBFGSQuantities()
-with backpack(moments):
-    torch.autograd.backward(cross_entropy(model(x), y))
-assert_type(moments.get(layer), LayerMoments | None)
-assert_type(moments[layer].A, GramOperator)
-assert_type(moments[layer].A @ moments[layer].a_bar, Tensor)
-optimizer = KBFGS(model, lr=0.1)
-assert_type(optimizer.step(Minibatch(model, cross_entropy, x, y)), Tensor)
-assert_type(optimizer.step(), None)
-flat: dict[str, int | float] = optimizer.diagnostics().as_dict()
-"""
-
 
 def test_a_users_file_passes_mypy_strict(tmp_path: Path) -> None:
     """And a type that is wrong does not."""
     (tmp_path / "user.py").write_text(USER)
-    (tmp_path / "wrong.py").write_text(USER.replace("optimizer.step(), None", "optimizer.step(), Tensor"))
-    # BackPACK has no types; what is said of its own functions is no concern of a user's.
-    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-backpack.*]\nignore_missing_imports = True\n")
+    (tmp_path / "wrong.py").write_text(USER.replace(".step(), None", ".step(), Tensor"))
+    (tmp_path / "mypy.ini").write_text(MYPY)
     command = [sys.executable, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache/user"), "user.py", "wrong.py"]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}  # an editable installation is found by imports alone
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -13,13 +13,13 @@ import pytest
 from examples.paper.cli import main
 from examples.paper.defaults import make_cell, paper_cell
 from examples.paper.figures import few
-from examples.paper.lines import MOST, look
 from examples.paper.page import provenance
 from examples.paper.results import found, load
 from examples.paper.sources import RESULTS, describe, to_line
 from examples.paper.summary import chosen, main_table, mean_and_error, mean_curve, remarks, symbols, to_reach
 from examples.paper.tables import TABLES, cells_of
 from workloads import records
+from workloads.lines import MOST, look
 from workloads.methods import METHODS
 
 ENVIRONMENT = {

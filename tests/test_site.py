@@ -41,8 +41,15 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         [*command, str(ROOT / "docs"), str(tmp_path)], env=ENVIRONMENT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert [page.name for page in tmp_path.rglob("*.html") if not all_scroll(page.read_text())] == []
     page = (tmp_path / "api/optim.html").read_text()
     assert 'id="kfqn_ext.optim.KBFGS"' in page and "docs.pytorch.org/docs/stable/generated/torch.nn.Module.html" in page
+
+
+def all_scroll(page: str) -> bool:
+    """Whether each table is in a box that scrolls, and the style that makes figures do so on a phone is there."""
+    tables = re.findall(r'(<div class="table-wrapper[^>]*>\s*)?<table class="docutils', page)
+    return all(tables) and "_static/site.css" in page
 
 
 def test_inventories_have_a_page_for_each_name() -> None:

@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.report import markdown, save
 from benchmarks.untuned.report import cost, failures
+from workloads.lines import WIDTH, log_axis, look
 
 Curve = Sequence[tuple[int, float | None, float | None]]  # epoch, seconds where they were kept, training loss
 _AFTER = (1, 2, 5, 10, 20)
@@ -64,14 +65,15 @@ def until(curve: Curve, target: float) -> str:
 
 
 def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw losses by epoch, from the first one on; an optimizer has one color for all seeds."""
-    figure, ax = plt.subplots(figsize=(6, 3.8))
+    """Draw losses by epoch, from the first one on; an optimizer has one look for all seeds."""
+    figure, ax = plt.subplots(figsize=(WIDTH, 4.2), layout="constrained")
     for number, (title, _, curves) in enumerate(_rows(lines)):
         for curve in curves:
             points = [(epoch, loss) for epoch, _, loss in curve[1:] if loss is not None]
-            ax.plot(*zip(*points, strict=True), color=f"C{number}", label=title)
-    ax.set(xlabel="epoch", ylabel="training loss", yscale="log")
-    ax.grid(alpha=0.3, which="both")
+            ax.plot(*zip(*points, strict=True), label=title, **look(number))
+    ax.set_xlabel("epoch", fontsize=9)
+    ax.set_ylabel("training loss", fontsize=9)
+    log_axis(ax)
     titles = {line.get_label(): line for line in ax.get_lines()}
-    ax.legend(titles.values(), titles.keys(), frameon=False)
+    figure.legend(titles.values(), titles.keys(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     save(figure, path)

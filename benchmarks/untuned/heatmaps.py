@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import LogNorm
 
 from benchmarks import options
-from benchmarks.report import markdown
+from benchmarks.report import markdown, save
 from benchmarks.untuned import study
 from benchmarks.untuned.entry import Setting, pairs
 from benchmarks.untuned.grids import of
@@ -28,12 +28,13 @@ from benchmarks.untuned.protocol import BASE, loss
 from benchmarks.untuned.report import cost, short
 from benchmarks.untuned.scores import at_seconds
 from benchmarks.untuned.training import finite
+from workloads.lines import WIDTH
 
 Cell = dict[str, Any]
 RATES = {"onepass": (0.04, 0.13, 0.4, 1.2, 4.0), "kbfgs-printed": (0.003, 0.01, 0.03, 0.1, 0.3)}
 DAMPINGS = {"onepass": (0.03, 0.1, 0.3, 1.0), "kbfgs-printed": (0.03, 0.1, 0.3, 1.0, 3.0)}
 SYMBOLS = {"onepass": ("rate", "ε"), "kbfgs-printed": ("α", "λ")}
-_PROBLEMS = ("lenet", "deepmlp")
+_PROBLEMS = ("lenet", "deepmlp", "regression", "gpt")
 _STEPS, _QUICK_STEPS = 200, 2
 
 
@@ -130,20 +131,22 @@ def _value(cell: Cell) -> float:
 def draw(results: dict[str, Any], name: str, path: Path) -> None:
     """A row for each problem: the loss by step, and by the seconds of Adam."""
     problems = results["problems"]
+    size = (WIDTH, 0.6 + 1.7 * len(problems))
     figure, axes = plt.subplots(
-        len(problems), 2, figsize=(8, 0.8 + 2.3 * len(problems)), squeeze=False, layout="constrained"
+        len(problems), 2, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
     for row, problem in zip(axes, problems, strict=True):
         mine = of(results["cells"], problem=problem)
-        values = {key: [c[key] for c in of(mine, optimizer=name) if c[key]] for key in ("loss", "at_seconds")}
-        norm = LogNorm(min(values["loss"]), max(values["loss"] + values["at_seconds"]))
-        for ax, key in zip(row, values, strict=True):
+        values = [cell["loss"] for cell in of(mine, optimizer=name) if cell["loss"]]
+        norm = LogNorm(min(values), max(values), clip=True)
+        for ax, key in zip(row, ("loss", "at_seconds"), strict=True):
             _draw_map(ax, of(mine, optimizer=name), key, name, norm)
         row[0].set_title(f"{problem}: loss after {results['steps']} steps", fontsize=9)
         row[1].set_title("loss in the seconds of Adam's steps", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+        row[0].set_ylabel(SYMBOLS[name][1], fontsize=9)
+    for ax in axes[-1]:
+        ax.set_xlabel(SYMBOLS[name][0], fontsize=9)
+    save(figure, path)
 
 
 def _draw_map(ax: Any, form: Sequence[Cell], key: str, name: str, norm: LogNorm) -> None:
@@ -156,11 +159,8 @@ def _draw_map(ax: Any, form: Sequence[Cell], key: str, name: str, norm: LogNorm)
     for i, row in enumerate(table):
         for j, value in enumerate(row):
             _write(ax, j, i, value, norm)
-    rate, damping = SYMBOLS[name]
     ax.set_xticks(range(len(rates)), [f"{lr:g}" for lr in rates], fontsize=8)
     ax.set_yticks(range(len(dampings)), [f"{value:g}" for value in dampings], fontsize=8)
-    ax.set_xlabel(rate, fontsize=9)
-    ax.set_ylabel(damping, fontsize=9)
 
 
 def _write(ax: Any, x: int, y: int, value: float | None, norm: LogNorm) -> None:

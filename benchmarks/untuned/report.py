@@ -10,10 +10,11 @@ import matplotlib.pyplot as plt
 
 from benchmarks.report import markdown, save
 from benchmarks.untuned import scores
+from workloads.lines import MOST, WIDTH, look
 
 Results = dict[str, Any]
 Losses = dict[str, dict[str, float]]  # by optimizer, then by problem
-_LINES = 8  # more can't be told apart
+_FIRST = ("onepass", "kbfgs", "kfac-untuned", "adam")  # lines that are drawn before all others, ours on top
 _WIDEST = 1e3  # of a profile
 _AHEAD = ("soap", "muon")
 _WITHIN = 1.3  # of the best of these
@@ -145,21 +146,31 @@ def short(value: float) -> str:
 def draw(results: Results, path: Path, kinds: Sequence[str] = ("losses", "at_seconds")) -> None:
     """Draw performance profiles: the share of problems on which a loss is within a factor of the best one's."""
     panels = [(steps, what) for steps in results["lengths"] for what in kinds]
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.6 * len(panels) + 2.5, 3.6), squeeze=False, sharey=True)
-    shown = _shown(results)
-    colors = {name: f"C{number}" for number, name in enumerate(shown)}
-    for ax, (steps, what) in zip(axes[0], panels, strict=True):
+    rows = math.ceil(len(panels) / 2)
+    figure, axes = plt.subplots(
+        rows, 2, figsize=(WIDTH, 0.9 + 2.5 * rows), sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for ax, (steps, what) in zip(axes.flat, panels, strict=False):
         table = losses(results, steps, what)
-        for name in shown:
+        for number, name in enumerate(_shown(results)):
             if table.get(name):
-                _steps(ax, scores.profile(table, name), label=results["optimizers"][name], color=colors[name])
-        ax.set(xscale="log", xlim=(1, _WIDEST), ylim=(0, 1.03), xlabel="loss ÷ best loss")
-        ax.set_title(f"{steps} steps" if what == "losses" else f"in Adam's seconds of {steps} steps")
-        ax.grid(alpha=0.3)
-    axes[0][0].set_ylabel("share of problems")
-    lines = {line.get_label(): line for ax in axes[0] for line in ax.get_lines()}
-    axes[0][-1].legend(lines.values(), lines.keys(), loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+                _steps(ax, scores.profile(table, name), label=results["optimizers"][name], **look(number))
+        ax.set_title(f"{steps} steps" if what == "losses" else f"in Adam's seconds of {steps} steps", fontsize=9)
+        _axes(ax)
+    for ax in axes[-1]:
+        ax.set_xlabel("loss ÷ best loss", fontsize=9)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("share of problems", fontsize=9)
+    lines = {line.get_label(): line for ax in axes.flat for line in ax.get_lines()}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=MOST // 2, fontsize=8, frameon=False)
     save(figure, path)
+
+
+def _axes(ax: Any) -> None:
+    ax.set(xscale="log", xlim=(0.97, _WIDEST), ylim=(0, 1.03))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.tick_params(labelsize=8)
+    ax.grid(alpha=0.3)
 
 
 def _steps(ax: Any, factors: Sequence[float], **style: Any) -> None:
@@ -169,12 +180,12 @@ def _steps(ax: Any, factors: Sequence[float], **style: Any) -> None:
 
 
 def _shown(results: Results) -> list[str]:
-    """The optimizers that lines are drawn of: those that are nearest to the best, where there are too many."""
+    """The optimizers that lines are drawn of: the usual ones, then those that are nearest to the best."""
 
-    def distance(name: str) -> float:
+    def rank(name: str) -> tuple[int, float]:
         tables = [losses(results, steps, "losses") for steps in results["lengths"]]
         factors = [factor for table in tables if name in table for factor in scores.profile(table, name)]
-        return fmean(math.log(min(factor, _WIDEST)) for factor in factors) if factors else math.inf
+        distance = fmean(math.log(min(factor, _WIDEST)) for factor in factors) if factors else math.inf
+        return _FIRST.index(name) if name in _FIRST else len(_FIRST), distance
 
-    kept = sorted(results["optimizers"], key=distance)[:_LINES]
-    return [name for name in results["optimizers"] if name in kept]
+    return sorted(results["optimizers"], key=rank)[:MOST]

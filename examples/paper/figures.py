@@ -12,9 +12,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from examples.paper.lines import DPI, MOST, WIDTH, log_axis, look
 from examples.paper.results import Result
 from examples.paper.summary import chosen, mean_curve
+from workloads.lines import DPI, MOST, WIDTH, log_axis, look
 from workloads.methods import METHODS
 from workloads.problems import PROBLEMS
 

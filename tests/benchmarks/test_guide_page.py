@@ -41,6 +41,20 @@ def test_the_figures_have_a_cell_for_each_run(tmp_path: Path) -> None:
             assert len(cells) == len(heatmaps.RATES[name]) * len(heatmaps.DAMPINGS[name])
 
 
+def reached(key: str, **labels: object) -> str:
+    """Of the runs with these labels, one a problem, or of the best of several: what the page's last words list."""
+    cells = [c for c in RESULTS["cells"] if all(c[name] == value for name, value in labels.items())]
+    best = [min(c[key] for c in cells if c["problem"] == problem) for problem in RESULTS["problems"]]
+    *others, last = (f"{value:.2f}" for value in best)
+    return f"{', '.join(others)} and {last}"
+
+
+def test_what_is_reached_by_second() -> None:
+    assert f"The default is there at {reached('at_seconds', optimizer='onepass', setting=RESULTS['own'])}" in WORDS
+    assert f"is at {reached('loss', optimizer='adam', setting={})} as torch builds it" in WORDS
+    assert f"At the best of five rates it is at {reached('loss', optimizer='adam')}." in WORDS
+
+
 def losses(**labels: object) -> list[float]:
     """Means over seeds of the one-pass row at its own rate, by problem and ε."""
     cells = [c for c in ROBUST["cells"] if c["optimizer"] == "onepass" and c["rate"] == 1.0]

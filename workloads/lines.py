@@ -1,5 +1,6 @@
 """How lines look: told apart without colour, the first on top, letters of 8 points at a page's 800 pixels."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -30,9 +31,15 @@ def log_axis(ax: Any) -> None:
     """A logarithmic axis of losses whose labels leave room for each other."""
     ax.set_yscale("log")
     low, high = ax.get_ylim()
-    subs = (1, 1.5, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5) if high < 300 * low else (1,)
-    ax.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    ax.yaxis.set_major_locator(LogLocator(subs=_subs(high / low), numticks=20))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(labelsize=8)
     ax.grid(alpha=0.3)
+
+
+def _subs(span: float) -> Sequence[float]:
+    """Multiples of powers of ten that are labelled on an axis whose ends have this ratio."""
+    if span < 4:
+        return range(1, 10)
+    return (1, 1.5, 2, 3, 5, 7) if span < 10 else (1, 2, 5) if span < 300 else (1,)
