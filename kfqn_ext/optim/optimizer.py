@@ -719,7 +719,7 @@ class KroneckerOptimizer(Optimizer):
             name = type(self).__name__ if hasattr(self, "recipe_as_printed") else "KBFGS"
             self._warn_once(
                 f"damping={group['damping']} counts in units of each factor's mean eigenvalue here, so that next to "
-                f"nothing is left of the curvature; 0.3 is usual. If it is λ of the paper, in units of the loss, build "
+                f"nothing is left of the curvature; 0.1 is usual. If it is λ of the paper, in units of the loss, build "
                 f"{name}.as_printed(model, lr=..., damping={group['damping']})."
             )
 
