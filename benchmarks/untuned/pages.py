@@ -53,7 +53,21 @@ def _tried(name: str) -> Part:
     return Part(DESIGN, ["untuned-tried.jsonl"], render)
 
 
-_TRIED = ("exponent", "warm-up", "decay", "reduction", "groups", "long", "normalized")
+_TRIED = (
+    "exponent",
+    "warm-up",
+    "decay",
+    "reduction",
+    "groups",
+    "long",
+    "normalized",
+    "burn-in",
+    "burn-in-long",
+    "damping-long",
+    "damping-kbfgs",
+    "damping-kfac",
+    "damping-kfac-long",
+)
 _SETS = ["untuned-choice.jsonl", "untuned-held-out.jsonl"]
 
 PARTS = {

@@ -1,6 +1,7 @@
 """Ideas beside the defaults, a table each: ``python -m benchmarks.untuned.tried exponent``.
 
-The rows of a study differ in one idea. The first is the default. Losses are those of
+The rows of a study differ in one idea. The first is the default, or what was the default until these studies had shown
+a better one: :data:`~benchmarks.untuned.variants.FORMER`. Losses are those of
 :mod:`benchmarks.untuned.command`, means over seeds; ∞ is a run that diverged or broke off. The last two columns compare
 a row with the first one: the geometric mean of the ratios of losses, and on how many problems it is lower.
 """
@@ -51,6 +52,23 @@ class Study:
 
 _ONE_PASS = {"one pass": default("onepass")}
 _KBFGS = {"K-BFGS": default("kbfgs")}
+_KFAC = {"KFAC": default("kfac-untuned")}
+
+
+def _damped(title: str, name: str) -> dict[str, Variant]:
+    """A row with smaller ε."""
+    return {f"{title}, ε = {value}": default(name, damping=value) for value in (0.1, 0.03)}
+
+
+def _learns(*pairs: tuple[int, float]) -> dict[str, Variant]:
+    """One pass with other T and ε."""
+    return {f"T = k / {growth}, ε = {value}": default("onepass", growth, damping=value) for growth, value in pairs}
+
+
+def _slower(*rates: float) -> dict[str, Variant]:
+    """The same with T = k / 3 and ε = 0.1, at smaller rates."""
+    return {f"the same, α = {rate}": default("onepass", 3, lr=rate, damping=0.1) for rate in rates}
+
 
 STUDIES = {
     "exponent": Study(
@@ -80,27 +98,14 @@ STUDIES = {
         }
     ),
     "normalized": Study({**_KBFGS, "Γ where blind": variants.fisher_where_blind()}, ("vggbn", "resnet", "grouped")),
-    **{
-        f"damping-{name}-{steps}": Study(
-            {title: default(name), **{f"ε = {value}": default(name, damping=value) for value in (0.1, 0.03)}},
-            steps=steps,
-        )
-        for name, title in (("onepass", "one pass"), ("kbfgs", "K-BFGS"), ("kfac-untuned", "KFAC"))
-        for steps in (200, 800)
-    },
-    **{
-        f"burn-in-{steps}": Study(
-            {
-                **_ONE_PASS,
-                **{
-                    f"T = k / {growth}, ε = {damping}": variants.learns(growth, damping)
-                    for growth, damping in ((10, 0.03), (3, 0.3), (3, 0.1), (3, 0.03), (2, 0.03))
-                },
-            },
-            steps=steps,
-        )
-        for steps in (200, 800)
-    },
+    "burn-in": Study({**_ONE_PASS, **_learns((10, 0.03), (3, 0.3), (3, 0.1), (3, 0.03), (2, 0.03))}),
+    "burn-in-long": Study({**_ONE_PASS, **_learns((3, 0.3), (3, 0.1), (3, 0.03))}, steps=800),
+    "damping-long": Study({**_ONE_PASS, **_damped("one pass", "onepass")}, steps=800),
+    "damping-kbfgs": Study({**_KBFGS, **_damped("K-BFGS", "kbfgs")}),
+    "damping-kfac": Study({**_KFAC, **_damped("KFAC", "kfac-untuned")}),
+    "damping-kfac-long": Study({**_KFAC, **_damped("KFAC", "kfac-untuned")}, steps=800),
+    "rate": Study({**_learns((3, 0.1)), **_slower(0.3, 0.2)}),
+    "rate-long": Study({**_learns((3, 0.1)), **_slower(0.3, 0.2)}, steps=800),
     "long": Study(
         {
             **_ONE_PASS,

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -14,12 +15,13 @@ from benchmarks.untuned.ours import OURS
 from benchmarks.untuned.training import Rate, cosine
 from kfqn_ext.extensions import FisherProducts, KBFGSQuantities
 from kfqn_ext.linalg.power_iteration import spectral_norms_
-from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
+from kfqn_ext.optim import KBFGS, KFAC, Minibatch, OnePassKBFGS
 from kfqn_ext.optim.gate import Gate
 from kfqn_ext.optim.groups.schedules import burn_in
 from kfqn_ext.optim.inverses import FisherAction, LargestTrace, SecantBFGS
 from kfqn_ext.optim.inverses.base import Kinds, Seen, State
 from kfqn_ext.optim.lengths import SignalToNoise, Spectral, Step
+from kfqn_ext.optim.recipe import Recipe
 
 Schedule = Callable[[int], Rate]
 
@@ -39,19 +41,37 @@ class Variant:
     schedule: Schedule = cosine
 
 
-def default(name: str, **setting: float) -> Variant:
-    """A row as it is, or with other numbers."""
-    return Variant(OURS[name], setting)
+FORMER: Setting = {"lr": 0.4, "damping": 0.3}
+"""α and ε of the rows that ideas stand beside: the defaults, until some of these studies had shown better ones."""
+_FORMER_GROWTH = 10
+_CLASSES: dict[str, Any] = {"onepass": OnePassKBFGS, "kbfgs": KBFGS, "kfac-untuned": KFAC}
 
 
-def _one_pass(step: Callable[..., Tensor] = loop, schedule: Schedule = cosine, **cells: Any) -> Variant:
-    build = of_model(partial(OnePassKBFGS, recipe=replace(OnePassKBFGS.recipe, **cells)))
-    return Variant(Entry("K-BFGS, one pass", build, step=step), {}, schedule)
+def _variant(
+    name: str,
+    growth: int = _FORMER_GROWTH,
+    schedule: Schedule = cosine,
+    step: Callable[..., Tensor] | None = None,
+    recipe: Recipe | None = None,
+    **setting: float,
+) -> Variant:
+    make, entry = _CLASSES[name], OURS[name]
+    frequencies = [key for key in signature(make).parameters if key.endswith("update_freq")]
+    build = of_model(partial(make, recipe=recipe or make.recipe, **dict.fromkeys(frequencies, burn_in(growth=growth))))
+    return Variant(replace(entry, build=build, step=step or entry.step), {**FORMER, **setting}, schedule)
+
+
+def default(name: str, growth: int = _FORMER_GROWTH, **setting: float) -> Variant:
+    """A row as it was, or with other numbers; at first T = k / growth."""
+    return _variant(name, growth, **setting)
+
+
+def _one_pass(step: Callable[..., Tensor] = loop, **cells: Any) -> Variant:
+    return _variant("onepass", step=step, recipe=replace(OnePassKBFGS.recipe, **cells))
 
 
 def _two_pass(step: Callable[..., Tensor] = closure, **cells: Any) -> Variant:
-    build = of_model(partial(KBFGS, recipe=replace(KBFGS.recipe, **cells)))
-    return Variant(Entry("K-BFGS", build, step=step), {})
+    return _variant("kbfgs", step=step, recipe=replace(KBFGS.recipe, **cells))
 
 
 # ------------------------------------------------------------------ how long a step is
@@ -106,13 +126,7 @@ def warm_up(share: float) -> Variant:
     def schedule(steps: int) -> Rate:
         return lambda step: cosine(steps)(step) * min(1.0, (step + 1) / max(1.0, share * steps))
 
-    return Variant(OURS["onepass"], {}, schedule)
-
-
-def learns(growth: int, damping: float) -> Variant:
-    """How fast T grows at first, beside another ε."""
-    build = of_model(partial(OnePassKBFGS, curvature_update_freq=burn_in(growth=growth)))
-    return Variant(Entry("K-BFGS, one pass", build, step=loop), {"damping": damping})
+    return _variant("onepass", schedule=schedule)
 
 
 def falling_damping(power: float) -> Variant:
@@ -172,15 +186,17 @@ class Reduction:
 def reduction(key: str, up: float, least: float, most: float) -> Variant:
     """A new one for each run."""
 
+    former = default("kbfgs")
+
     def build(model: Any, **setting: float) -> Optimizers:
-        optimizer = KBFGS(model, **setting)
+        (optimizer,) = former.entry.build(model, **setting)
         optimizer.reduction_rule = Reduction(key, up, least, most)  # type: ignore[attr-defined]
         return (optimizer,)
 
     def step(optimizers: Optimizers, batch: Minibatch) -> Tensor:
         return optimizers[0].reduction_rule(optimizers, batch)  # type: ignore[attr-defined]
 
-    return Variant(Entry("K-BFGS", build, step=step), {})
+    return Variant(Entry("K-BFGS", build, step=step), former.setting)
 
 
 # ------------------------------------------------------------------ H_G before a normalization

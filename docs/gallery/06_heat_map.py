@@ -39,7 +39,7 @@ def loss_after(make, lr, damping):
 # α and λ have to fit each other: α/λ is roughly the step of SGD where the curvature is small.
 
 grids = {
-    "KBFGS(model, lr=α, damping=ε)": (KBFGS, [0.1, 0.2, 0.4, 0.8, 1.6], [0.03, 0.1, 0.3, 1.0, 3.0]),
+    "KBFGS(model, lr=α, damping=ε)": (KBFGS, [0.03, 0.1, 0.3, 1.0, 3.0], [0.01, 0.03, 0.1, 0.3, 1.0]),
     "KBFGS.as_printed(model, lr=α, damping=λ)": (
         KBFGS.as_printed,
         [0.01, 0.03, 0.1, 0.3, 1.0],
