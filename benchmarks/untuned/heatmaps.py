@@ -111,7 +111,7 @@ def render(results: dict[str, Any]) -> str:
 
 def _row(results: dict[str, Any], name: str, problem: str, form: Sequence[Cell]) -> list[str]:
     best = min(form, key=_value)
-    default = of(form, setting=results["own"])
+    default = of(form, optimizer="onepass", setting=results["own"])  # "as printed" has no values of its own
     return [
         f"{problem}, {results['optimizers'][name]}",
         f"{sum(cell['loss'] is None for cell in form)} of {len(form)}",
