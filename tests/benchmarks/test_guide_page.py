@@ -69,7 +69,8 @@ def test_how_much_the_damping_matters() -> None:
 
 def test_what_rare_updates_cost() -> None:
     costs = [
-        losses(problem=problem, late=True)[0] / losses(problem=problem, late=False, damping=ROBUST["own"]["onepass"]["damping"])[0]
+        losses(problem=problem, late=True)[0]
+        / losses(problem=problem, late=False, damping=ROBUST["own"]["onepass"]["damping"])[0]
         for problem in ROBUST["problems"]
     ]
     assert f"T = 20 from the first step costs at most {max(costs):.1f} times the loss" in WORDS

@@ -107,7 +107,9 @@ def test_nothing_diverged_on_held_out_problems() -> None:
     lost = []
     for problem in log["problems"]:
         mine = [c for c in log["cells"] if c["problem"] == problem and not c["late"]]
-        own = next(fmean(c["losses"]) for c in mine if (c["rate"], c["damping"]) == (1.0, log["own"]["onepass"]["damping"]))
+        own = next(
+            fmean(c["losses"]) for c in mine if (c["rate"], c["damping"]) == (1.0, log["own"]["onepass"]["damping"])
+        )
         lost.append(own / min(fmean(c["losses"]) for c in mine))
     *most, worst = sorted(lost)
     assert f"is within {max(most):.1f} times the best of these on six, and {worst:.1f} on `tabular`" in WORDS
