@@ -104,15 +104,15 @@ def test_nothing_diverged_in_two_passes_and_what_the_ends_gain() -> None:
 def test_nothing_diverged_on_held_out_problems() -> None:
     (log,) = PARTS["robust-held-out"].lines()
     assert all(loss is not None for cell in log["cells"] for loss in cell["losses"])
-    lost = []
+    lost = {}
     for problem in log["problems"]:
         mine = [c for c in log["cells"] if c["problem"] == problem and not c["late"]]
         own = next(
             fmean(c["losses"]) for c in mine if (c["rate"], c["damping"]) == (1.0, log["own"]["onepass"]["damping"])
         )
-        lost.append(own / min(fmean(c["losses"]) for c in mine))
-    *most, worst = sorted(lost)
-    assert f"is within {max(most):.1f} times the best of these on six, and {worst:.1f} on `tabular`" in WORDS
+        lost[problem] = own / min(fmean(c["losses"]) for c in mine)
+    *_, near, worst = sorted(lost, key=lost.__getitem__)
+    assert f"is within {lost[near]:.1f} times the best of these on six, and {lost[worst]:.1f} on `{worst}`" in WORDS
 
 
 def test_what_holds_up_small_losses() -> None:
@@ -127,19 +127,18 @@ def test_what_holds_up_small_losses() -> None:
     assert loss["ε = 0.03", "regression"] < min(soap["regression"])
 
 
-def test_what_another_damping_does_for_kfac() -> None:
+def test_what_the_ends_gain_for_kfac() -> None:
     (log,) = PARTS["robust-two-pass"].lines()
-    at = {
-        (c["problem"], c["damping"]): fmean(c["losses"])
-        for c in log["cells"]
-        if (c["optimizer"], c["rate"], c["late"]) == ("kfac-untuned", 1.0, False)
-    }
-    ratios = [at[p, 0.03] / at[p, 0.3] for p in log["problems"]]
-    lost = sorted(at[p, 0.3] / min(loss for (q, _), loss in at.items() if q == p) for p in log["problems"])
-    assert sum(loss >= 2 for loss in lost) == 3
-    assert f"on three problems another ends {lost[-3]:.1f} to {lost[-1]:.1f} times lower" in WORDS
-    lower = sum(ratio < 1 for ratio in ratios)
-    assert f"lower on {lower} of {len(ratios)}, and {max(ratios):.2f} times as high on the other" in WORDS
+    own = log["own"]["kfac-untuned"]["damping"]
+    lost = {}
+    for problem in log["problems"]:
+        cells = [
+            c for c in log["cells"] if (c["optimizer"], c["problem"], c["late"]) == ("kfac-untuned", problem, False)
+        ]
+        at = {(c["rate"], c["damping"]): fmean(c["losses"]) for c in cells}
+        lost[problem] = at[1.0, own] / min(at.values())
+    *_, near, worst = sorted(lost, key=lost.__getitem__)
+    assert f"Those of `KFAC` are within {lost[near]:.1f} times on six, and {lost[worst]:.1f} on `{worst}`" in WORDS
 
 
 def test_what_a_step_takes() -> None:
