@@ -35,12 +35,12 @@ def test_the_table_is_that_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("kind", ["ordinary", "due"])
 def test_the_parts_are_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conv, "launches_count", lambda x: True)
-    setup = set_up(QUICK["vgg16"], CPU)
-    step = CONTENDERS["untuned"].build(setup).steps[kind]
+    one, other = (set_up(QUICK["vgg16"], CPU) for _ in range(2))
+    step, same = (CONTENDERS["untuned"].build(setup).steps[kind] for setup in (one, other))
     step()
     with Operations() as plain:
         step()
-    counted = launches._of_step(step, setup.model)["parts"]
+    counted = launches._of_step(same, other.model)["parts"]  # of the second step too
     assert sum(load["launches"] for load in counted.values()) == plain.number
     assert (MEASURING in counted) is (kind == "due")
 
