@@ -50,7 +50,7 @@ def states(*optimizers: Any) -> list[Any]:
 def test_two_optimizers_with_half_of_the_layers_each_are_one_with_all() -> None:
     whole, halves = net(), net()
     one = OnePassKBFGS(whole)
-    two = [OnePassKBFGS(halves, params=parameters(*part), lr=0.4) for part in (halves[:3], halves[3:])]
+    two = [OnePassKBFGS(halves, params=parameters(*part)) for part in (halves[:3], halves[3:])]
     train(whole, one)
     train(halves, Both(*two))
     assert_identical(halves.state_dict(), whole.state_dict())
