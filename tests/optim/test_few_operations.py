@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfqn_ext.geometry import LayerGeometry
+from kfqn_ext.geometry import LayerGeometry, LayerPass
 from kfqn_ext.geometry.conv import ConvGeometry
 from kfqn_ext.geometry.linear import LinearGeometry
 from kfqn_ext.optim import Minibatch
@@ -138,3 +138,20 @@ def test_a_layer_s_entries_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(LayerGeometry, "columns", columns)
     optimizer.step(batch)
     assert len(calls) == 2 * 2
+
+
+def test_extensions_share_what_they_need_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them measure each layer, and its input and gradient are prepared once."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 3))
+    optimizer = FAMILY["OnePassKBFGS"].make(model, lr=0.05, damping=0.5, T=1)
+    batch = Minibatch(model, F.cross_entropy, torch.randn(6, 2, 5, 5), torch.arange(6) % 3)
+    optimizer.step(batch)
+    plain, calls = LayerPass.of, []
+
+    def of(geometry: LayerGeometry, *args: Any) -> LayerPass:
+        calls.append(geometry)
+        return plain(geometry, *args)
+
+    monkeypatch.setattr(LayerPass, "of", of)
+    optimizer.step(batch)
+    assert len(calls) == 2 and len(optimizer.recipe.first) == 3
