@@ -86,6 +86,19 @@ def test_on_how_many_it_is_better_in_the_same_seconds() -> None:
     assert f"In those of 200 steps it is better on {better(200)}" in WORDS
 
 
+def test_how_far_kfac_comes() -> None:
+    row = next(line for line in block("summary").splitlines() if line.startswith("| KFAC |"))
+    _, near, _, _, nearer, _ = (cell.strip() for cell in row.strip("| ").split("|")[1:])
+    assert f"at most 1.3 times theirs on {near} after 200 steps, and on {nearer} after 800. It needs" in WORDS
+    better = [
+        fmean(cell["in_seconds"]) < fmean(found(results, "adam", 200)[cell["problem"]])
+        for results in SETS
+        for cell in results["cells"]
+        if (cell["optimizer"], cell["steps"]) == ("kfac-untuned", 200) and cell["in_seconds"]
+    ]
+    assert f"and KFAC on {sum(better)} of {len(better)}." in WORDS
+
+
 def test_nothing_diverged_at_other_rates() -> None:
     rows = [line for line in block("robust").splitlines() if line.startswith("| K-BFGS, one pass |")]
     assert len(rows) == 1 and re.findall(r"(\d+) of (\d+)", rows[0]) == [("0", "84")] * 3 + [("0", "21")]
