@@ -17,7 +17,8 @@ from kfqn_ext.extensions.shown import Shown
 from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling
 from kfqn_ext.linalg import full_precision
 
-Probe = Callable[[nn.Module, Tensor], Tensor | None]
+Probe = Callable[[nn.Module, Tensor], Tensor | tuple[Tensor, Tensor | None] | None]
+"""``f(module, a_bar) -> s`` or ``(s, kept)``: a direction, and what is handed on with A s; None for no direction."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -31,6 +32,7 @@ class InputMoments(Shown):
         operator: ``A``, or None where a probe let the inputs go.
         s: The probe's direction s = f(module, ā), [*B, d_in], or several, [*B, d_in, k], or None.
         A_s: A s, shaped like s, or None.
+        kept: What the probe has handed on, or None.
     """
 
     a_bar: Annotated[Tensor, over(LOCATIONS)]
@@ -39,6 +41,7 @@ class InputMoments(Shown):
     operator: Annotated[GramOperator | None, combined(GramOperator.joined)] = None
     s: Annotated[Tensor | None, combined(itemgetter(0))] = None
     A_s: Annotated[Tensor | None, over(DATA)] = None
+    kept: Annotated[Tensor | None, combined(itemgetter(0))] = None
 
     @property
     def A(self) -> GramOperator:
@@ -100,8 +103,8 @@ class InputQuantities(LayerExtension[M]):
             reduction: "mean" or "sum": what the loss does over the data of a batch.
             subsampling: Which data of each batch to measure: indices, a fraction (its first data, rounded up), or None
                 for all.
-            probe: ``f(module, a_bar) -> s``. A s is then computed at once and the input let go (where s is None,
-                just let go); otherwise the result holds the layer's input for as long as it lives. A layer that is
+            probe: ``f(module, a_bar) -> s`` or ``(s, kept)``. A s is then computed at once and the input let go (where
+                s is None, just let go); otherwise the result holds the layer's input for as long as it lives. A layer that is
                 called several times in a pass is probed with its first call's ā, unless the caller sets ``late`` and
                 calls :meth:`finish`.
             accumulate: Merge over backward passes (micro-batches) too, until ``clear()``.
@@ -126,8 +129,13 @@ class InputQuantities(LayerExtension[M]):
 
     def _probed(self, module: nn.Module, kept: M) -> M:
         with torch.no_grad(), full_precision():
-            s = None if self.probe is None else self.probe(module, kept.a_bar)
-            return replace(kept, operator=None, s=s, A_s=None if s is None else kept.A.times(s))
+            s, handed_on = self._chosen(module, kept.a_bar)
+            return replace(kept, operator=None, s=s, A_s=None if s is None else kept.A.times(s), kept=handed_on)
+
+    def _chosen(self, module: nn.Module, a_bar: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(s, kept) of a layer."""
+        found = None if self.probe is None else self.probe(module, a_bar)
+        return found if isinstance(found, tuple) else (found, None)
 
     @classmethod
     def blank(cls, geometry: LayerGeometry, like: Tensor) -> M:  # noqa: D102
@@ -135,9 +143,10 @@ class InputQuantities(LayerExtension[M]):
 
     def measure(self, module: nn.Module, layer: LayerPass) -> M:  # noqa: D102
         a_bar = layer.geometry.mean_patch(layer.x)
-        s = None if self.probe is None else self.probe(module, a_bar)
+        s, kept = self._chosen(module, a_bar)
         keeps = self.probe is None or (s is not None and self.late(module))
-        return self._result(layer, a_bar, None if keeps else s, keeps)
+        result = self._result(layer, a_bar, None if keeps else s, keeps)
+        return result if kept is None or keeps else replace(result, kept=kept)
 
     def measure_more(self, module: nn.Module, old: M, layer: LayerPass) -> M:  # noqa: D102
         return self._result(layer, layer.geometry.mean_patch(layer.x), old.s, old.operator is not None)

@@ -35,6 +35,7 @@ class LayerMoments(InputMoments):
         operator: ``A``, or None where a probe let the inputs go.
         s: The probe's direction s = f(module, ā), [*B, d_in], or None.
         A_s: A s, [*B, d_in], or None.
+        kept: What the probe has handed on, or None.
     """
 
     h_bar: Annotated[Tensor, over(LOCATIONS)]

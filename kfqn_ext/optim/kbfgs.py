@@ -42,7 +42,7 @@ class KBFGS(KroneckerOptimizer):
         model: nn.Module,
         params: Any = None,
         *,
-        lr: float | Tensor | Schedule = 0.3,
+        lr: float | Tensor | Schedule = 0.4,
         damping: float | Schedule = 0.1,
         curvature_update_freq: int | Schedule = QUICK_BURN_IN,
         momentum: float = 0.8,
@@ -56,7 +56,7 @@ class KBFGS(KroneckerOptimizer):
                 k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
             damping: ε > 0, in units of each factor's mean eigenvalue.
             curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. T grows from 1 to
-                20 in 200 steps.
+                20 in 100 steps.
             recipe: For changed cells: ``replace(KBFGS.recipe, split=...)``.
         """
         super().__init__(
@@ -118,7 +118,7 @@ class KBFGSL(KroneckerOptimizer):
         model: nn.Module,
         params: Any = None,
         *,
-        lr: float | Tensor | Schedule = 0.3,
+        lr: float | Tensor | Schedule = 0.4,
         damping: float | Schedule = 0.1,
         curvature_update_freq: int | Schedule = QUICK_BURN_IN,
         momentum: float = 0.8,
@@ -133,7 +133,7 @@ class KBFGSL(KroneckerOptimizer):
                 k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
             damping: ε > 0, in units of each factor's mean eigenvalue.
             curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. T grows from 1 to
-                20 in 200 steps.
+                20 in 100 steps.
             history_size: p ≥ 1: how many pairs are kept.
             recipe: For changed cells: ``replace(KBFGSL.recipe, split=...)``.
         """

@@ -46,7 +46,7 @@ class KFAC(KroneckerOptimizer):
         model: nn.Module,
         params: Any = None,
         *,
-        lr: float | Tensor | Schedule = 0.3,
+        lr: float | Tensor | Schedule = 0.4,
         damping: float | Schedule = 0.1,
         stats_update_freq: int | Schedule = QUICK_BURN_IN,
         inverse_update_freq: int | Schedule = QUICK_BURN_IN,
@@ -61,7 +61,7 @@ class KFAC(KroneckerOptimizer):
                 k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
             damping: ε > 0, in units of each factor's mean eigenvalue.
             stats_update_freq: T₁ ≥ 1: a minibatch enters Ω and Γ when k is a multiple of T₁. T₁ grows from 1 to 20 in
-                200 steps.
+                100 steps.
             inverse_update_freq: T₂ ≥ 1: the inverses are recomputed when k is a multiple of T₂. T₂ grows as T₁.
             recipe: ``recipe_stable``, or changed cells: ``replace(KFAC.recipe_stable, split=splits.trace)``.
             second_pass_fraction: In (0, 1]: Ω and Γ are of this fraction of the minibatch, its first data.

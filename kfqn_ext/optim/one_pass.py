@@ -17,8 +17,8 @@ from kfqn_ext.optim.recipe import Recipe, SecondPass, untuned
 class OnePassKBFGS(KroneckerOptimizer):
     """K-BFGS that learns from the backward pass that training runs anyway: ``loss.backward(); optimizer.step()``.
 
-    H_A is learned as in K-BFGS, ``algo_8``, along one more direction. H_G is learned from products with the minibatch's
-    own Fisher factor Γ, in place of the changes that a step makes: no second pass is needed, and no closure.
+    H_A is learned as in K-BFGS, ``algo_8``, along more directions and averaged. H_G is learned from products with the
+    minibatch's own Fisher factor Γ, in place of the changes that a step makes: no second pass is needed, and no closure.
 
     A backward pass that adds to ``.grad`` is measured when curvature is due, and nobody has to announce it. Gradient
     accumulation, clipping, gradient scalers and trainers work as with any ``torch.optim`` optimizer.
@@ -41,7 +41,7 @@ class OnePassKBFGS(KroneckerOptimizer):
         model: nn.Module,
         params: Any = None,
         *,
-        lr: float | Tensor | Schedule = 0.3,
+        lr: float | Tensor | Schedule = 0.4,
         damping: float | Schedule = 0.1,
         curvature_update_freq: int | Schedule = QUICK_BURN_IN,
         momentum: float = 0.8,
@@ -55,7 +55,7 @@ class OnePassKBFGS(KroneckerOptimizer):
                 k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
             damping: ε > 0, in units of each factor's mean eigenvalue.
             curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. T grows from 1 to
-                20 in 200 steps.
+                20 in 100 steps.
             recipe: For changed cells: ``replace(OnePassKBFGS.recipe, ...)``.
         """
         super().__init__(

@@ -443,9 +443,9 @@ class KroneckerOptimizer(Optimizer):
     def _probes(self, keep_inputs: bool = False) -> Probes:
         return Probes(self._probe_A, self._probe_G, keep_inputs, self._preconditioner.late_G)
 
-    def _probe_A(self, module: nn.Module, a_bar: Tensor) -> Tensor | None:
+    def _probe_A(self, module: nn.Module, a_bar: Tensor) -> tuple[Tensor, Tensor | None] | None:
         weight: Any = module.weight
-        return self._preconditioner.probe_A(self.state.get(weight, {}), a_bar)
+        return self._preconditioner.probe_A(self.state.get(weight, {}), a_bar, self.param_groups[0]["step"] + 1)
 
     def _directions(self, first: Results) -> dict[nn.Module, Chosen]:
         return self._preconditioner.directions(self._blocks(), first, self.param_groups[0]["step"] + 1)

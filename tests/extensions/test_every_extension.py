@@ -68,7 +68,7 @@ def test_shapes_are_what_is_printed() -> None:
     assert repr(moments[layer].A) == "GramOperator([10, 10] of [8, 1, 6, 6])"
     assert repr(moments[layer]) == (
         "LayerMoments(a_bar=[10], num_data=8, num_locations=16, operator=GramOperator([10, 10] of [8, 1, 6, 6]), "
-        "s=None, A_s=None, h_bar=[4], dh_bar=[4], dh_noise=[4])"
+        "s=None, A_s=None, kept=None, h_bar=[4], dh_bar=[4], dh_noise=[4])"
     )
     assert repr(factors[layer]) == "KroneckerFactors(Omega=[10, 10], Gamma=[4, 4], num_data=8, num_locations=16)"
 

@@ -122,7 +122,8 @@ class Member:
     @property
     def directions_A(self) -> int:
         """Along how many directions H_A learns in a step."""
-        return self.action_A + isinstance(self.recipe.input_inverse, StepHessianAction)
+        rule = self.recipe.input_inverse
+        return 2 + rule.num_random if isinstance(rule, StepHessianAction) else int(self.action_A)
 
     def pairs_of_A(self, steps: int) -> int:
         """How many pairs H_A learns from in so many steps, each due: none in a first one that has inverted its A."""

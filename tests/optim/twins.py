@@ -79,18 +79,27 @@ class TraceSplit(ref.ReferenceKBFGS):
 
 @dataclass
 class UntunedKBFGS(Untuned, TraceSplit):
-    """K-BFGS with λ_A and λ_G in units of each factor's mean eigenvalue, and a second pair for H_A, y = A u + λ_A u.
+    """K-BFGS with λ_A and λ_G in units of each factor's mean eigenvalue, and five averaged pairs for H_A.
 
-    u is the direction of inputs in which the step before was longest. H_G counts in units of the largest tr(Γ) so far.
+    These are s = H_A v and y = 0.75 v + 0.25 (A s + λ_A s), for v = ā, then the direction of inputs in which the step
+    before was longest, then three of M's rows times random numbers. H_G counts in units of the largest tr(Γ) so far.
     """
 
     def split_damping(self, st: Any) -> None:
         st.lambda_A, st.lambda_G = self.damping * st.power_A, self.damping * st.power_G
 
     def update_H_A(self, st: Any, layer: ref.Layer) -> None:
-        super().update_H_A(st, layer)
-        y = torch.einsum("...ij,...j->...i", layer.A, st.u) + st.lambda_A[..., None] * st.u
-        st.H_A = ref.bfgs(st.H_A, st.u, y)
+        before = st.H_A
+        super().update_H_A(st, layer)  # the damping, too
+        st.H_A = before
+        for v in self.directions(st, layer):
+            s = before @ v
+            y = layer.A @ s + st.lambda_A[..., None, None] * s
+            st.H_A = ref.bfgs(st.H_A, s.squeeze(-1), (0.75 * v + 0.25 * y).squeeze(-1))
+
+    def directions(self, st: Any, layer: ref.Layer) -> list[Tensor]:
+        """v of each pair, [*B, d_in, 1]."""
+        return [layer.a_bar.unsqueeze(-1), st.u.unsqueeze(-1), *map(unit, combinations(st.M_before.mT, self.k))]
 
     def initial(self, layer: ref.Layer, A: Tensor) -> ref.LayerState:
         st: Any = super().initial(layer, A)
@@ -106,15 +115,22 @@ class UntunedKBFGS(Untuned, TraceSplit):
         super().update_H_G(st, first, second)
 
 
-def fisher_directions(M: Tensor, H_A: Tensor, H_G: Tensor, u: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
-    """(s, v) of the one-pass row's four directions at step k."""
+def combinations(M: Tensor, k: int) -> list[Tensor]:
+    """M times three columns of random numbers, with the step's number as the seed."""
     shape = (*M.shape[:-2], M.shape[-1], 3)
     random = torch.randn(shape, generator=torch.Generator().manual_seed(k), dtype=torch.float32).to(M.dtype)
-    found = []
-    for v in (M @ H_A @ u.unsqueeze(-1), *(M @ r.unsqueeze(-1) for r in random.unbind(-1))):
-        v = v / v.norm(dim=-2, keepdim=True)
-        found.append(((H_G @ v).squeeze(-1), v.squeeze(-1)))
-    return found
+    return [M @ r.unsqueeze(-1) for r in random.unbind(-1)]
+
+
+def unit(v: Tensor) -> Tensor:
+    """A vector of length one, [*B, d, 1]."""
+    return v / v.norm(dim=-2, keepdim=True)
+
+
+def fisher_directions(M: Tensor, H_A: Tensor, H_G: Tensor, u: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
+    """(s, v) of the one-pass row's four directions at step k."""
+    vs = map(unit, (M @ H_A @ u.unsqueeze(-1), *combinations(M, k)))
+    return [((H_G @ v).squeeze(-1), v.squeeze(-1)) for v in vs]
 
 
 def fisher_updates(H_G: Tensor, pairs: list[tuple[Tensor, Tensor]], Gamma: Tensor, epsilon: Any) -> Tensor:

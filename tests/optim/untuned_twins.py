@@ -57,6 +57,7 @@ class Untuned(ref._Reference):
 
     seen: dict[str, list[Tensor]] = field(default_factory=dict, init=False)  # gradients by layer, or parameter
     u: dict[str, Tensor] = field(default_factory=dict, init=False)
+    M: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def scale(self, name: str, layer: ref.Layer) -> float:
         st: Any = self.state[name]
@@ -67,6 +68,8 @@ class Untuned(ref._Reference):
         norm, u = power_iteration(P, start, times)
         st.u = self.u.get(name, u)  # what the pass before this step knew
         self.u[name] = u
+        st.M_before = self.M.get(name, st.M)
+        self.M[name] = st.M
         wanted = max(1.0, (P.shape[-2] / P.shape[-1]) ** 0.5)
         return wanted * signal_to_noise(gradients, self.momentum) ** 0.5 / norm
 

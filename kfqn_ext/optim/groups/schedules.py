@@ -51,7 +51,7 @@ class _BurnIn:
 
 
 BURN_IN = burn_in()
-QUICK_BURN_IN = burn_in(growth=3)
+QUICK_BURN_IN = burn_in(growth=5)
 """Of the forms whose lengths of steps are set: no stale inverse makes these too long."""
 
 

@@ -145,8 +145,17 @@ class InputInverse(Inverse):
 
     starts_from: ClassVar[Kinds] = (InputGram,)
 
-    def probe(self, state: State, a_bar: Tensor) -> Tensor | None:
-        """Choose the direction s, [*B, d_in], for which A s is wanted from the first pass; None for none."""
+    def probe(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:
+        """Choose directions s, [*B, d_in] or [*B, d_in, k], for which A s is wanted from the first pass; None for none.
+
+        Args:
+            state: The layer's state.
+            a_bar: ā, [*B, d_in].
+            step: k, from 1.
+
+        Returns:
+            s, and what ``learn`` is to find beside A s.
+        """
         return None
 
     def precondition(self, state: State, M: Tensor) -> Tensor:
@@ -210,6 +219,20 @@ def count(states: Sequence[State], key: str, *events: Tensor) -> None:
 def start_count(state: State, key: str, like: Tensor) -> None:
     """Set the three counters of pairs (kept, damped, skipped) to zero; ``like`` has the shape [*B]."""
     state[key] = torch.zeros(3, *like.shape, dtype=torch.int64, device=like.device)
+
+
+def unit_columns(V: Tensor) -> Tensor:
+    """V with columns of length one, [*B, d, k]; those of zeros stay."""
+    norms = torch.linalg.vector_norm(V, dim=-2, keepdim=True)
+    return V / torch.where(norms > 0, norms, 1.0)
+
+
+def random_columns(M: Tensor, number: int, step: int) -> Tensor:
+    """So many random combinations of M's columns, [*B, d, number]; they depend on the step's number alone."""
+    generator = None if M.is_meta else torch.Generator(M.device).manual_seed(step)
+    shape = (*M.shape[:-2], M.shape[-1], number)
+    # In float32 whatever M is: a generator has other numbers for each dtype.
+    return M @ torch.randn(shape, generator=generator, dtype=torch.float32, device=M.device).to(M.dtype)
 
 
 def times(H: Tensor, v: Tensor) -> Tensor:

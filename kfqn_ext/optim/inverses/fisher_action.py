@@ -11,7 +11,17 @@ from kfqn_ext.extensions import FisherProducts
 from kfqn_ext.linalg import bfgs_update_each_
 from kfqn_ext.linalg.padded import stack
 from kfqn_ext.optim.inverses.averages import check_decay
-from kfqn_ext.optim.inverses.base import Kinds, Measured, OutputInverse, Seen, State, count, start_count
+from kfqn_ext.optim.inverses.base import (
+    Kinds,
+    Measured,
+    OutputInverse,
+    Seen,
+    State,
+    count,
+    random_columns,
+    start_count,
+    unit_columns,
+)
 
 
 @dataclass(frozen=True)
@@ -51,14 +61,8 @@ class FisherAction(OutputInverse):
         return 1 + self.num_random
 
     def probe(self, state: State, v: Tensor, step: int) -> tuple[Tensor, Tensor] | None:  # noqa: D102
-        M = state["momentum"]
-        generator = torch.Generator(M.device).manual_seed(step)
-        shape = (*M.shape[:-2], M.shape[-1], self.num_random)
-        # In float32 whatever M is: a generator has other numbers for each dtype.
-        random = torch.randn(shape, generator=generator, dtype=torch.float32, device=M.device)
-        V = torch.cat((v.unsqueeze(-1), M @ random.to(M.dtype)), dim=-1)
-        norms = torch.linalg.vector_norm(V, dim=-2, keepdim=True)
-        V = V / torch.where(norms > 0, norms, 1.0)
+        random = random_columns(state["momentum"], self.num_random, step)
+        V = unit_columns(torch.cat((v.unsqueeze(-1), random), dim=-1))
         return state["H_G"] @ V, V
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102

@@ -12,7 +12,18 @@ from kfqn_ext.linalg import bfgs_update_each_, damped_inverse
 from kfqn_ext.linalg.padded import stack, times_each
 from kfqn_ext.linalg.pairs import dot
 from kfqn_ext.optim.inverses.averages import Decay, check_decay, move_towards
-from kfqn_ext.optim.inverses.base import InputInverse, Kinds, Measured, Seen, State, count, start_count, times
+from kfqn_ext.optim.inverses.base import (
+    InputInverse,
+    Kinds,
+    Measured,
+    Seen,
+    State,
+    count,
+    random_columns,
+    start_count,
+    times,
+    unit_columns,
+)
 from kfqn_ext.optim.inverses.lbfgs import checked_history_size, start_pairs, times_pairs, update_pairs
 
 
@@ -56,9 +67,9 @@ def _first_leverage(H_A: Tensor, measured: Measured) -> Tensor:
     return dot(times(H_A, a_bar), a_bar).squeeze(-1) * T
 
 
-def _update(states: Sequence[State], s: Tensor, A_s: Tensor, seen: Seen, damping: Tensor) -> None:
-    """Update each dense H_A by the pair (s, A s + λ_A s)."""
-    kept = bfgs_update_each_([state["H_A"] for state in states], *_damped(s, A_s, seen, damping))
+def _update(states: Sequence[State], s: Tensor, y: Tensor, seen: Seen) -> None:
+    """Update each dense H_A by the pair (s, y)."""
+    kept = bfgs_update_each_([state["H_A"] for state in states], s, y)
     count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
 
 
@@ -75,43 +86,59 @@ class HessianAction(InputInverse):
         start_count(state, "pairs_seen_A", damping)
         state["leverage"] = _first_leverage(state["H_A"], measured)
 
-    def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
+    def probe(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: D102
         # None in the very pass that measures A for the first H_A.
-        return times(state["H_A"], a_bar) if "H_A" in state else None
+        return (times(state["H_A"], a_bar), None) if "H_A" in state else None
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
         states, seen, damping = _looked_at(states, seen, damping)
         if states:
             s, A_s = _products(seen)
             _note_leverage(states, s, seen)
-            _update(states, s, A_s, seen, damping)
+            _update(states, *_damped(s, A_s, seen, damping), seen)
 
 
 @dataclass(frozen=True)
 class StepHessianAction(HessianAction):
-    """Hessian-action BFGS in two directions: s = H_A ā, and that of the inputs for which the last step was longest.
+    """Hessian-action BFGS in several directions s = H_A v, averaged: :class:`FisherAction` for the other factor.
 
-    The first alone, which is the paper's, leaves directions as they are in which no mean patch points. Where the length
-    of a step is set by its longest direction, an H_A that is too large there shortens all others.
+    The first v is ā, which is the paper's. The second is the direction of inputs for which the last step was longest:
+    where it sets the length of a step, an H_A that is too large there shortens all others. The rest are random
+    combinations of M's rows, so that H_A is right where it is used. As H_A⁻¹ s = v is known, y is averaged:
+    y = β v + (1 - β) (A s + λ_A s) makes H_A⁻¹ s what a moving average of A + λ_A I would have there. A of one
+    minibatch has a rank of its size at most, and a wide layer's H_A would follow its noise.
+
+    Attributes:
+        decay: β.
+        num_random: How many directions are random; they depend on the step's number alone.
     """
 
-    def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
-        return _two_directions(state, a_bar) if "H_A" in state else None
+    decay: float = 0.75
+    num_random: int = 3
+
+    def __post_init__(self) -> None:
+        """Check β."""
+        check_decay(self.decay)
+
+    def probe(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: D102
+        if "H_A" not in state:
+            return None
+        u = state.get("u")  # kept by a rule that sets the length; else zero, which is no pair
+        v = torch.zeros_like(a_bar) if u is None else u.to(a_bar.dtype)
+        random = unit_columns(random_columns(state["momentum"].mT, self.num_random, step)).to(a_bar.dtype)
+        V = torch.cat((a_bar.unsqueeze(-1), v.unsqueeze(-1), random), dim=-1)
+        return state["H_A"] @ V, V
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
         states, seen, damping = _looked_at(states, seen, damping)
-        if states:
-            S, A_S = _products(seen)
-            _note_leverage(states, S[..., 0], seen)
-            for s, A_s in zip(S.unbind(-1), A_S.unbind(-1), strict=True):
-                _update(states, s, A_s, seen, damping)
-
-
-def _two_directions(state: State, a_bar: Tensor) -> Tensor:
-    """H_A ā and u, [*B, d_in, 2]; zero in place of u, which is then no pair, where no length rule keeps one."""
-    s = times(state["H_A"], a_bar)
-    u = state.get("u")
-    return torch.stack((s, torch.zeros_like(s) if u is None else u.to(s.dtype)), dim=-1)
+        if not states:
+            return
+        S, A_S = _products(seen)
+        _note_leverage(states, S[..., 0], seen)
+        V = stack(kept for measured in seen.first if (kept := measured[InputQuantities].kept) is not None)
+        for s, A_s, v in zip(S.unbind(-1), A_S.unbind(-1), V.unbind(-1), strict=True):
+            s, y = _damped(s, A_s, seen, damping)
+            _update(states, s, torch.lerp(y, torch.where(seen.finite, v, 0.0), self.decay), seen)
 
 
 @dataclass(frozen=True)
@@ -134,7 +161,7 @@ class MovingHessianAction(HessianAction):
         assert measured.A is not None
         state["A"] = measured.A
 
-    def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
+    def probe(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: D102
         return None
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
@@ -171,9 +198,10 @@ class HessianActionLBFGS(InputInverse):
         start_count(state, "pairs_seen_A", damping)
         state["leverage"] = torch.zeros_like(damping)
 
-    def probe(self, state: State, a_bar: Tensor) -> Tensor | None:  # noqa: D102
+    def probe(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: D102
         # In a layer's first pass along ā itself, before its H_A = γI is known.
-        return times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else a_bar
+        s = times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else a_bar
+        return s, None
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
         s, A_s = (stack(vectors) for vectors in zip(*map(self._product, states, seen.first), strict=True))

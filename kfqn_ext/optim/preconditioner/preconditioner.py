@@ -72,27 +72,26 @@ class Preconditioner:
         # In a pass with sampled targets A comes from Ω.
         return recipe.starts_from & recipe.second if recipe.starts_in_second_pass else recipe.starts_from
 
-    def probe_A(self, state: State, a_bar: Tensor) -> Tensor | None:
-        """The direction s in which A is looked at, [*B, d_in]; None for none."""
-        return self.recipe.at(a_bar.shape[-1]).input_inverse.probe(state, a_bar)
+    def probe_A(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:
+        """Directions s in which A is looked at, [*B, d_in] or [*B, d_in, k], and what is kept with A s; None for none."""
+        return self.recipe.at(a_bar.shape[-1]).input_inverse.probe(state, a_bar, step)
 
     def directions(
         self, due: Sequence[Block], first: Results, step: int
-    ) -> dict[nn.Module, tuple[Tensor | None, tuple[Tensor, Tensor] | None]]:
+    ) -> dict[nn.Module, tuple[tuple[Tensor, Tensor | None] | None, tuple[Tensor, Tensor | None] | None]]:
         """Those of layers that a pass has measured, each from who owns it; a collective.
 
         Returns:
-            By module the direction s for A, and s for Γ with what is kept with Γ s: see :meth:`probe_A` and
-            :meth:`probe_G`. The latter is None where every process has chosen it in the pass.
+            By module the directions s for A, and those for Γ, with what is kept with the products: see :meth:`probe_A`
+            and :meth:`probe_G`. The latter is None where every process has chosen it in the pass.
         """
         blocks = [(block, first[block.layer.module]) for block in due if block.layer.module in first]
-        at_inputs = [self._for_A(block, measured) for block, measured in blocks]
+        at_inputs = [self._for_A(block, measured, step) for block, measured in blocks]
         at_outputs = [self._for_G(block, measured, step) for block, measured in blocks]
-        sent = [(block.layer, s) for (block, _), s in zip(blocks, at_inputs, strict=True) if s is not None]
-        sent += [(b.layer, pair[0]) for (b, _), pair in zip(blocks, at_outputs, strict=True) if pair is not None]
+        sides = (at_inputs, at_outputs)
+        sent = [(b.layer, pair[0]) for side in sides for (b, _), pair in zip(blocks, side, strict=True) if pair]
         arrived = iter(self.owners.spread(sent))
-        As = [None if s is None else next(arrived) for s in at_inputs]
-        Gs = [None if pair is None else (next(arrived), pair[1]) for pair in at_outputs]
+        As, Gs = ([pair and (next(arrived), pair[1]) for pair in side] for side in sides)
         return {block.layer.module: (A, G) for (block, _), A, G in zip(blocks, As, Gs, strict=True)}
 
     @property
@@ -100,9 +99,9 @@ class Preconditioner:
         """Whether a process lacks state from which directions for Γ are chosen, so that the pass can't choose them."""
         return self.owners.several or self.owners.rows is not None
 
-    def _for_A(self, block: Block, measured: Measured) -> Tensor | None:
+    def _for_A(self, block: Block, measured: Measured, step: int) -> tuple[Tensor, Tensor | None] | None:
         inputs = measured.get(InputQuantities)
-        return None if inputs is None else self._probe_or_template(block, inputs.a_bar)
+        return None if inputs is None else self._probe_or_template(block, inputs.a_bar, step)
 
     def _for_G(self, block: Block, measured: Measured, step: int) -> tuple[Tensor, Tensor] | None:
         rule, layer = self.recipe_of(block).output_inverse, block.layer
@@ -114,11 +113,11 @@ class Preconditioner:
         s = to_be_filled(shape, working_dtype(layer.weight), layer.weight.device)
         return s, s
 
-    def _probe_or_template(self, block: Block, a_bar: Tensor) -> Tensor | None:
+    def _probe_or_template(self, block: Block, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:
         if not blocks.is_elsewhere(block.state):
-            return self.probe_A(block.state, a_bar)
-        s = self.probe_A(self.owners.template(block.layer), a_bar.to("meta"))
-        return None if s is None else to_be_filled(s.shape, s.dtype, a_bar.device)
+            return self.probe_A(block.state, a_bar, step)
+        chosen = self.probe_A(self.owners.template(block.layer), a_bar.to("meta"), step)
+        return chosen and (to_be_filled(chosen[0].shape, chosen[0].dtype, a_bar.device), None)
 
     def probe_G(self, state: State, step: int) -> tuple[Tensor, Tensor] | None:
         """Directions s in which Γ is looked at, [*B, d_out, k], and what is kept with Γ s; None for none."""

@@ -15,8 +15,9 @@ from kfqn_ext.optim.passes.measurement import Results
 from kfqn_ext.optim.passes.ranks.bucket import beside
 from kfqn_ext.optim.passes.ranks.weights import Share, Table, Weight
 
-Chosen = tuple[Tensor | None, tuple[Tensor, Tensor] | None]
-"""s for A, and s for Γ with what is kept with Γ s; None for none, or for what the pass has looked at itself."""
+Direction = tuple[Tensor, Tensor | None]
+Chosen = tuple[Direction | None, Direction | None]
+"""s for A and what is kept with A s, and the same for Γ; None for none, or for what the pass has looked at itself."""
 Directions = Callable[[Results], Mapping[nn.Module, Chosen]]
 """What a pass has shown of all ↦ the directions of each layer."""
 
@@ -143,9 +144,12 @@ class Pool:
             return product * (rule[0](mine, self._size) * rule[1](part.own))
 
         def look(part: _Part) -> tuple[Any, dict[str, Tensor]]:
-            of_all, (s, at_outputs) = part.own, chosen[part.module]
+            of_all, (at_inputs, at_outputs) = part.own, chosen[part.module]
             if isinstance(of_all, InputMoments):
-                return replace(of_all, operator=None, s=s), {} if s is None else {"A_s": product(part, s, table[DATA])}
+                if at_inputs is None:
+                    return replace(of_all, operator=None, s=None), {}
+                s, kept = at_inputs
+                return replace(of_all, operator=None, s=s, kept=kept), {"A_s": product(part, s, table[DATA])}
             if not isinstance(of_all, FisherProduct) or at_outputs is None:
                 return of_all, {}
             s, kept = at_outputs
