@@ -65,9 +65,12 @@ def _learns(*pairs: tuple[int, float]) -> dict[str, Variant]:
     return {f"T = k / {growth}, ε = {value}": default("onepass", growth, damping=value) for growth, value in pairs}
 
 
-def _slower(*rates: float) -> dict[str, Variant]:
-    """The same with T = k / 3 and ε = 0.1, at smaller rates."""
-    return {f"the same, α = {rate}": default("onepass", 3, lr=rate, damping=0.1) for rate in rates}
+_DECAY, _RANDOM = 0.75, 3
+_AVERAGED = {f"β = {_DECAY}, {_RANDOM} random": variants.averaged(_DECAY, _RANDOM)}
+_RATES = {
+    f"α = {lr}, T = k / {growth}": variants.averaged(_DECAY, _RANDOM, growth, lr)
+    for lr, growth in ((0.4, 5), (0.3, 5), (0.6, 5), (0.4, 3), (0.4, 10))
+}
 
 
 STUDIES = {
@@ -104,8 +107,17 @@ STUDIES = {
     "damping-kbfgs": Study({**_KBFGS, **_damped("K-BFGS", "kbfgs")}),
     "damping-kfac": Study({**_KFAC, **_damped("KFAC", "kfac-untuned")}),
     "damping-kfac-long": Study({**_KFAC, **_damped("KFAC", "kfac-untuned")}, steps=800),
-    "rate": Study({**_learns((3, 0.1)), **_slower(0.3, 0.2)}),
-    "rate-long": Study({**_learns((3, 0.1)), **_slower(0.3, 0.2)}, steps=800),
+    "averaged": Study(
+        {
+            **_AVERAGED,
+            "β = 0, none": variants.averaged(0.0, 0),
+            "β = 0.75, none": variants.averaged(0.75, 0),
+            "β = 0.75, 1 random": variants.averaged(0.75, 1),
+            "β = 0.9, 3 random": variants.averaged(0.9, 3),
+        }
+    ),
+    "rate": Study(_RATES),
+    "rate-long": Study(_RATES, steps=800),
     "long": Study(
         {
             **_ONE_PASS,

@@ -18,7 +18,7 @@ from kfqn_ext.linalg.power_iteration import spectral_norms_
 from kfqn_ext.optim import KBFGS, KFAC, Minibatch, OnePassKBFGS
 from kfqn_ext.optim.gate import Gate
 from kfqn_ext.optim.groups.schedules import burn_in
-from kfqn_ext.optim.inverses import FisherAction, LargestTrace, SecantBFGS
+from kfqn_ext.optim.inverses import FisherAction, LargestTrace, SecantBFGS, StepHessianAction
 from kfqn_ext.optim.inverses.base import Kinds, Seen, State
 from kfqn_ext.optim.lengths import SignalToNoise, Spectral, Step
 from kfqn_ext.optim.recipe import Recipe
@@ -44,6 +44,7 @@ class Variant:
 FORMER: Setting = {"lr": 0.4, "damping": 0.3}
 """α and ε of the rows that ideas stand beside: the defaults, until some of these studies had shown better ones."""
 _FORMER_GROWTH = 10
+_FORMER_RULE = StepHessianAction(decay=0.0, num_random=0)
 _CLASSES: dict[str, Any] = {"onepass": OnePassKBFGS, "kbfgs": KBFGS, "kfac-untuned": KFAC}
 
 
@@ -56,6 +57,8 @@ def _variant(
     **setting: float,
 ) -> Variant:
     make, entry = _CLASSES[name], OURS[name]
+    if recipe is None and isinstance(make.recipe.input_inverse, StepHessianAction):
+        recipe = replace(make.recipe, input_inverse=_FORMER_RULE)
     frequencies = [key for key in signature(make).parameters if key.endswith("update_freq")]
     build = of_model(partial(make, recipe=recipe or make.recipe, **dict.fromkeys(frequencies, burn_in(growth=growth))))
     return Variant(replace(entry, build=build, step=step or entry.step), {**FORMER, **setting}, schedule)
@@ -67,11 +70,18 @@ def default(name: str, growth: int = _FORMER_GROWTH, **setting: float) -> Varian
 
 
 def _one_pass(step: Callable[..., Tensor] = loop, **cells: Any) -> Variant:
-    return _variant("onepass", step=step, recipe=replace(OnePassKBFGS.recipe, **cells))
+    return _variant("onepass", step=step, recipe=replace(OnePassKBFGS.recipe, input_inverse=_FORMER_RULE, **cells))
 
 
 def _two_pass(step: Callable[..., Tensor] = closure, **cells: Any) -> Variant:
-    return _variant("kbfgs", step=step, recipe=replace(KBFGS.recipe, **cells))
+    return _variant("kbfgs", step=step, recipe=replace(KBFGS.recipe, input_inverse=_FORMER_RULE, **cells))
+
+
+def averaged(decay: float, num_random: int, growth: int = 5, lr: float = 0.4) -> Variant:
+    """H_A with other averages of y and other numbers of random directions, and T = k / growth at first; ε = 0.1."""
+    rule = StepHessianAction(decay, num_random)
+    recipe = replace(OnePassKBFGS.recipe, input_inverse=rule)
+    return _variant("onepass", growth, recipe=recipe, lr=lr, damping=0.1)
 
 
 # ------------------------------------------------------------------ how long a step is

@@ -19,6 +19,7 @@ from kfqn_ext.linalg import full_precision
 
 Probe = Callable[[nn.Module, Tensor], Tensor | tuple[Tensor, Tensor | None] | None]
 """``f(module, a_bar) -> s`` or ``(s, kept)``: a direction, and what is handed on with A s; None for no direction."""
+Chosen = tuple[Tensor | None, Tensor | None]  # the pair, of a layer
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -104,9 +105,9 @@ class InputQuantities(LayerExtension[M]):
             subsampling: Which data of each batch to measure: indices, a fraction (its first data, rounded up), or None
                 for all.
             probe: ``f(module, a_bar) -> s`` or ``(s, kept)``. A s is then computed at once and the input let go (where
-                s is None, just let go); otherwise the result holds the layer's input for as long as it lives. A layer that is
-                called several times in a pass is probed with its first call's ā, unless the caller sets ``late`` and
-                calls :meth:`finish`.
+                s is None, just let go); otherwise the result holds the layer's input for as long as it lives. A layer
+                that is called several times in a pass is probed with its first call's ā, unless the caller sets
+                ``late`` and calls :meth:`finish`.
             accumulate: Merge over backward passes (micro-batches) too, until ``clear()``.
             modules: Measure these layers only, whether or not their weight needs a gradient.
         """
@@ -132,7 +133,7 @@ class InputQuantities(LayerExtension[M]):
             s, handed_on = self._chosen(module, kept.a_bar)
             return replace(kept, operator=None, s=s, A_s=None if s is None else kept.A.times(s), kept=handed_on)
 
-    def _chosen(self, module: nn.Module, a_bar: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _chosen(self, module: nn.Module, a_bar: Tensor) -> Chosen:
         """(s, kept) of a layer."""
         found = None if self.probe is None else self.probe(module, a_bar)
         return found if isinstance(found, tuple) else (found, None)
@@ -143,22 +144,21 @@ class InputQuantities(LayerExtension[M]):
 
     def measure(self, module: nn.Module, layer: LayerPass) -> M:  # noqa: D102
         a_bar = layer.geometry.mean_patch(layer.x)
-        s, kept = self._chosen(module, a_bar)
-        keeps = self.probe is None or (s is not None and self.late(module))
-        result = self._result(layer, a_bar, None if keeps else s, keeps)
-        return result if kept is None or keeps else replace(result, kept=kept)
+        chosen = self._chosen(module, a_bar)
+        keeps = self.probe is None or (chosen[0] is not None and self.late(module))
+        return self._result(layer, a_bar, (None, None) if keeps else chosen, keeps)
 
     def measure_more(self, module: nn.Module, old: M, layer: LayerPass) -> M:  # noqa: D102
-        return self._result(layer, layer.geometry.mean_patch(layer.x), old.s, old.operator is not None)
+        return self._result(layer, layer.geometry.mean_patch(layer.x), (old.s, old.kept), old.operator is not None)
 
     def add_gradient(self, module: nn.Module, old: M, layer: LayerPass) -> M:  # noqa: D102
         return old
 
-    def _result(self, layer: LayerPass, a_bar: Tensor, s: Tensor | None, keeps: bool) -> M:
-        return cast(M, self._inputs(layer, a_bar, s, keeps))
+    def _result(self, layer: LayerPass, a_bar: Tensor, chosen: Chosen, keeps: bool) -> M:
+        return cast(M, self._inputs(layer, a_bar, chosen, keeps))
 
-    def _inputs(self, layer: LayerPass, a_bar: Tensor, s: Tensor | None, keeps: bool) -> InputMoments:
-        A = GramOperator(layer.geometry, (layer.x,))
+    def _inputs(self, layer: LayerPass, a_bar: Tensor, chosen: Chosen, keeps: bool) -> InputMoments:
+        A, (s, kept) = GramOperator(layer.geometry, (layer.x,)), chosen
         return InputMoments(
             a_bar=a_bar,
             num_data=layer.num_data,
@@ -166,4 +166,5 @@ class InputQuantities(LayerExtension[M]):
             operator=A if keeps else None,
             s=s,
             A_s=None if s is None else A.times(s),
+            kept=kept,
         )

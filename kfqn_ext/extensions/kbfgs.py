@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfqn_ext._torch import rows_among_zeros
-from kfqn_ext.extensions.inputs import InputMoments, InputQuantities
+from kfqn_ext.extensions.inputs import Chosen, InputMoments, InputQuantities
 from kfqn_ext.extensions.pooling import GRADIENTS, LOCATIONS, over, shares
 from kfqn_ext.geometry import LayerGeometry, LayerPass, geometry_of
 
@@ -77,8 +77,8 @@ class KBFGSQuantities(InputQuantities[LayerMoments]):
         dh_bar, dh_noise = _mean_gradient(layer)
         return replace(old, dh_bar=old.dh_bar + share * dh_bar, dh_noise=old.dh_noise + share * dh_noise)
 
-    def _result(self, layer: LayerPass, a_bar: Tensor, s: Tensor | None, keeps: bool) -> LayerMoments:
-        inputs, (dh_bar, dh_noise) = self._inputs(layer, a_bar, s, keeps), _mean_gradient(layer)
+    def _result(self, layer: LayerPass, a_bar: Tensor, chosen: Chosen, keeps: bool) -> LayerMoments:
+        inputs, (dh_bar, dh_noise) = self._inputs(layer, a_bar, chosen, keeps), _mean_gradient(layer)
         h_bar = layer.geometry.multiply(layer.weight, layer.bias, a_bar)
         return LayerMoments(**vars(inputs), h_bar=h_bar, dh_bar=dh_bar, dh_noise=dh_noise)
 

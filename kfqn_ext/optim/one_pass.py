@@ -18,7 +18,8 @@ class OnePassKBFGS(KroneckerOptimizer):
     """K-BFGS that learns from the backward pass that training runs anyway: ``loss.backward(); optimizer.step()``.
 
     H_A is learned as in K-BFGS, ``algo_8``, along more directions and averaged. H_G is learned from products with the
-    minibatch's own Fisher factor Γ, in place of the changes that a step makes: no second pass is needed, and no closure.
+    minibatch's own Fisher factor Γ, in place of the changes that a step makes. So no second pass is needed, and no
+    closure.
 
     A backward pass that adds to ``.grad`` is measured when curvature is due, and nobody has to announce it. Gradient
     accumulation, clipping, gradient scalers and trainers work as with any ``torch.optim`` optimizer.

@@ -19,6 +19,7 @@ from tests.cases import assert_close
 from tests.optim.family import FAMILY, rows
 from tests.optim.plain_loop import batch, left
 from tests.optim.test_resume import assert_identical
+from tests.optim.twins import combinations, unit
 
 # Rows that look at A in a direction; others keep a moving average of A, which they multiply with.
 PROBING = rows(lambda member: member.action_A and not isinstance(member.recipe.input_inverse, MovingHessianAction))
@@ -89,7 +90,7 @@ class Watched:
         self.model, self.optimizer = model, optimizer
         self.patches: dict[nn.Module, list[Tensor]] = defaultdict(list)
         self.checked = 0
-        self.u: dict[nn.Module, Any] = {}
+        self.before: dict[nn.Module, Any] = {}
         self.layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
         for layer in self.layers:
             layer.register_forward_hook(self.note)
@@ -104,7 +105,8 @@ class Watched:
 
     def begin(self) -> None:
         self.patches.clear()
-        self.u = {layer: copy.deepcopy(self.optimizer.state[layer.weight].get("u")) for layer in self.layers}
+        self.before = {layer: copy.deepcopy(self.optimizer.state[layer.weight]) for layer in self.layers}
+        self.k = self.optimizer.param_groups[0]["step"] + 1
         self.started = {layer for layer in self.layers if "num_locations" in self.optimizer.state[layer.weight]}
 
     def note(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -118,10 +120,14 @@ class Watched:
         rows = torch.cat([a.flatten(0, 1) for a in self.patches[module]])
         a_bar, A = rows.mean(0), rows.T @ rows / sum(map(len, self.patches[module]))
         rule, q = self.optimizer.recipe.input_inverse, measured[InputQuantities]
-        s = rule.precondition(state, a_bar.unsqueeze(0)).squeeze(0)
         assert_close(q.a_bar, a_bar, 1e-12)
-        if q.s.ndim > 1:
-            s = torch.stack((s, self.u[module]), dim=-1)
+        v = a_bar.unsqueeze(-1)
+        if q.kept is not None:
+            before = self.before[module]
+            random = map(unit, combinations(before["momentum"].mT, self.k))
+            v = torch.cat((v, before["u"].unsqueeze(-1), *random), dim=-1)
+            assert_close(q.kept, v, 1e-12)
+        s = rule.precondition(state, v.mT).mT.view_as(q.s)
         assert_close(q.s, s, 1e-10)
         assert_close(q.A_s, A @ s, 1e-10)
         assert q.operator is None  # inputs were let go

@@ -90,8 +90,8 @@ def learning_operations(layers: int, row: str) -> int:
         ("KBFGSL", 46),  # and the compact form of H_G
         ("KBFGSL, many pairs", 23),  # which is formed as a matrix, for all small layers at once
         ("trace split", 47),  # and averages of two traces, and dampings from them
-        ("KBFGS, untuned", 48),  # and a second direction for H_A
-        ("OnePassKBFGS", 41),  # four directions for H_G, without averages of s and y
+        ("KBFGS, untuned", 58),  # and four more directions for H_A
+        ("OnePassKBFGS", 51),  # four directions for H_G, without averages of s and y
     ],
 )
 def test_operations_of_a_layer_that_learns(row: str, per_layer: int) -> None:

@@ -73,7 +73,7 @@ class Preconditioner:
         return recipe.starts_from & recipe.second if recipe.starts_in_second_pass else recipe.starts_from
 
     def probe_A(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:
-        """Directions s in which A is looked at, [*B, d_in] or [*B, d_in, k], and what is kept with A s; None for none."""
+        """Directions s in which A is looked at, [*B, d_in] or [*B, d_in, k], and what is kept with A s; or None."""
         return self.recipe.at(a_bar.shape[-1]).input_inverse.probe(state, a_bar, step)
 
     def directions(
