@@ -117,7 +117,6 @@ STUDIES = {
         }
     ),
     "rate": Study(_RATES),
-    "rate-long": Study(_RATES, steps=800),
     "long": Study(
         {
             **_ONE_PASS,
