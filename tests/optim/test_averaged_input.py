@@ -1,4 +1,4 @@
-"""H_A of the forms without tuning is that of many minibatches, each of which has fewer data than the layer has inputs."""
+"""H_A of the forms without tuning is that of many minibatches, each with fewer data than the layer has inputs."""
 
 from dataclasses import replace
 
