@@ -31,7 +31,7 @@ from benchmarks.untuned.training import finite
 from workloads.lines import WIDTH
 
 Cell = dict[str, Any]
-RATES = {"onepass": (0.03, 0.1, 0.3, 1.0, 3.0), "kbfgs-printed": (0.003, 0.01, 0.03, 0.1, 0.3)}
+RATES = {"onepass": (0.04, 0.12, 0.4, 1.2, 4.0), "kbfgs-printed": (0.003, 0.01, 0.03, 0.1, 0.3)}
 DAMPINGS = {"onepass": (0.03, 0.1, 0.3, 1.0), "kbfgs-printed": (0.03, 0.1, 0.3, 1.0, 3.0)}
 SYMBOLS = {"onepass": ("rate", "ε"), "kbfgs-printed": ("α", "λ")}
 _PROBLEMS = ("lenet", "deepmlp", "regression", "gpt")
