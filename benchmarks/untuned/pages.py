@@ -67,6 +67,7 @@ _TRIED = (
     "damping-kbfgs",
     "damping-kfac",
     "damping-kfac-long",
+    "averaged",
 )
 _SETS = ["untuned-choice.jsonl", "untuned-held-out.jsonl"]
 

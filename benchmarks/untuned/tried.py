@@ -67,11 +67,6 @@ def _learns(*pairs: tuple[int, float]) -> dict[str, Variant]:
 
 _DECAY, _RANDOM = 0.75, 3
 _AVERAGED = {f"β = {_DECAY}, {_RANDOM} random": variants.averaged(_DECAY, _RANDOM)}
-_RATES = {
-    f"α = {lr}, T = k / {growth}": variants.averaged(_DECAY, _RANDOM, growth, lr)
-    for lr, growth in ((0.4, 5), (0.3, 5), (0.6, 5), (0.4, 3), (0.4, 10))
-}
-
 
 STUDIES = {
     "exponent": Study(
@@ -116,7 +111,6 @@ STUDIES = {
             "β = 0.9, 3 random": variants.averaged(0.9, 3),
         }
     ),
-    "rate": Study(_RATES),
     "long": Study(
         {
             **_ONE_PASS,

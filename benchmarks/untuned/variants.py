@@ -77,11 +77,10 @@ def _two_pass(step: Callable[..., Tensor] = closure, **cells: Any) -> Variant:
     return _variant("kbfgs", step=step, recipe=replace(KBFGS.recipe, input_inverse=_FORMER_RULE, **cells))
 
 
-def averaged(decay: float, num_random: int, growth: int = 5, lr: float = 0.4) -> Variant:
-    """H_A with other averages of y and other numbers of random directions, and T = k / growth at first; ε = 0.1."""
-    rule = StepHessianAction(decay, num_random)
-    recipe = replace(OnePassKBFGS.recipe, input_inverse=rule)
-    return _variant("onepass", growth, recipe=recipe, lr=lr, damping=0.1)
+def averaged(decay: float, num_random: int) -> Variant:
+    """H_A with other averages of y, and other numbers of random directions; T = k / 5 at first."""
+    recipe = replace(OnePassKBFGS.recipe, input_inverse=StepHessianAction(decay, num_random))
+    return _variant("onepass", 5, recipe=recipe, lr=0.4, damping=0.1)
 
 
 # ------------------------------------------------------------------ how long a step is
