@@ -149,7 +149,7 @@ def test_a_group_that_is_added_later_is_measured(passes: Any) -> None:
     optimizer.add_param_group({"params": list(model[0].parameters())})
     train(model, optimizer, range(2, 5), passes=passes)
     found = optimizer.state[model[0].weight]
-    assert found["pairs_seen_A"][0].tolist() == [4, 4]  # two directions in each pass but the first
+    assert found["pairs_seen_A"][0].tolist() == [10, 10]  # five directions in each pass but the first
     assert found["pairs_seen_G"][0].tolist() == [8, 8]  # and four
 
 
