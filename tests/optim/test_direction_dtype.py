@@ -218,7 +218,7 @@ from kfqn_ext._torch import multiplies_bfloat16
 torch.set_num_threads(1)
 times = []
 for dtype in (torch.float32, torch.bfloat16):
-    A = torch.randn(512, 512).to(dtype)
+    A = torch.randn(256, 256).to(dtype)
     def product():
         begin = time.process_time()
         A @ A
