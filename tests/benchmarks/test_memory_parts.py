@@ -55,7 +55,7 @@ def keeps_no_factor(member: Member) -> bool:
 def test_a_step_takes_state_gradients_directions_and_a_few_layers(name: str, dtype: torch.dtype | None) -> None:
     """In the first step too, where the A of each layer becomes its H_A: twelve layers have one."""
     torch.manual_seed(0)
-    width, layers = 200, 12
+    width, layers = 400, 12  # wide enough that the few vectors of each layer are small beside a matrix
     body = [m for _ in range(layers) for m in (nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, width), nn.Tanh())]
     model = nn.Sequential(*body, nn.Linear(width, 3))
     with Live(model.parameters()) as live:
