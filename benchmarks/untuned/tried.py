@@ -26,10 +26,11 @@ from benchmarks.untuned.protocol import loss
 from benchmarks.untuned.report import cost, failures, short
 from benchmarks.untuned.training import finite, train
 from benchmarks.untuned.variants import Variant, default
+from benchmarks.untuned.wide import WIDE
 from benchmarks.untuned.working import record
 from workloads.records import Record
 
-PROBLEMS = {**CHOICE, **GROUPED}
+PROBLEMS = {**CHOICE, **GROUPED, **WIDE}
 _QUICK_STEPS = 2
 
 
@@ -65,8 +66,13 @@ def _learns(*pairs: tuple[int, float]) -> dict[str, Variant]:
     return {f"T = k / {growth}, ε = {value}": default("onepass", growth, damping=value) for growth, value in pairs}
 
 
-_DECAY, _RANDOM = 0.75, 3
-_AVERAGED = {f"β = {_DECAY}, {_RANDOM} random": variants.averaged(_DECAY, _RANDOM)}
+_AVERAGED = {
+    "β = 0.75, 3 random": variants.averaged(0.75, 3),
+    "β = 0, none": variants.averaged(0.0, 0),
+    "β = 0.75, none": variants.averaged(0.75, 0),
+    "β = 0.75, 1 random": variants.averaged(0.75, 1),
+    "β = 0.9, 3 random": variants.averaged(0.9, 3),
+}
 
 STUDIES = {
     "exponent": Study(
@@ -102,15 +108,8 @@ STUDIES = {
     "damping-kbfgs": Study({**_KBFGS, **_damped("K-BFGS", "kbfgs")}),
     "damping-kfac": Study({**_KFAC, **_damped("KFAC", "kfac-untuned")}),
     "damping-kfac-long": Study({**_KFAC, **_damped("KFAC", "kfac-untuned")}, steps=800),
-    "averaged": Study(
-        {
-            **_AVERAGED,
-            "β = 0, none": variants.averaged(0.0, 0),
-            "β = 0.75, none": variants.averaged(0.75, 0),
-            "β = 0.75, 1 random": variants.averaged(0.75, 1),
-            "β = 0.9, 3 random": variants.averaged(0.9, 3),
-        }
-    ),
+    "averaged": Study(_AVERAGED),
+    "averaged-wide": Study(_AVERAGED, ("mlp-8", "ae-28"), steps=120),
     "long": Study(
         {
             **_ONE_PASS,

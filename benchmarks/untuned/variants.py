@@ -1,10 +1,11 @@
 """What was tried beside the defaults: rows with one idea changed, each of which would have cost the package a cell."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,6 @@ from kfqn_ext.optim.groups.schedules import burn_in
 from kfqn_ext.optim.inverses import FisherAction, LargestTrace, SecantBFGS, StepHessianAction
 from kfqn_ext.optim.inverses.base import Kinds, Seen, State
 from kfqn_ext.optim.lengths import SignalToNoise, Spectral, Step
-from kfqn_ext.optim.recipe import Recipe
 
 Schedule = Callable[[int], Rate]
 
@@ -44,7 +44,7 @@ class Variant:
 FORMER: Setting = {"lr": 0.4, "damping": 0.3}
 """α and ε of the rows that ideas stand beside: the defaults, until some of these studies had shown better ones."""
 _FORMER_GROWTH = 10
-_FORMER_RULE = StepHessianAction(decay=0.0, num_random=0)
+_FORMER_CELLS = {"input_inverse": StepHessianAction(decay=0.0, num_random=0)}
 _CLASSES: dict[str, Any] = {"onepass": OnePassKBFGS, "kbfgs": KBFGS, "kfac-untuned": KFAC}
 
 
@@ -53,14 +53,14 @@ def _variant(
     growth: int = _FORMER_GROWTH,
     schedule: Schedule = cosine,
     step: Callable[..., Tensor] | None = None,
-    recipe: Recipe | None = None,
+    cells: Mapping[str, Any] = MappingProxyType({}),
     **setting: float,
 ) -> Variant:
     make, entry = _CLASSES[name], OURS[name]
-    if recipe is None and isinstance(make.recipe.input_inverse, StepHessianAction):
-        recipe = replace(make.recipe, input_inverse=_FORMER_RULE)
+    former = {} if make is KFAC else _FORMER_CELLS
+    recipe = replace(make.recipe, **{**former, **cells})
     frequencies = [key for key in signature(make).parameters if key.endswith("update_freq")]
-    build = of_model(partial(make, recipe=recipe or make.recipe, **dict.fromkeys(frequencies, burn_in(growth=growth))))
+    build = of_model(partial(make, recipe=recipe, **dict.fromkeys(frequencies, burn_in(growth=growth))))
     return Variant(replace(entry, build=build, step=step or entry.step), {**FORMER, **setting}, schedule)
 
 
@@ -70,17 +70,16 @@ def default(name: str, growth: int = _FORMER_GROWTH, **setting: float) -> Varian
 
 
 def _one_pass(step: Callable[..., Tensor] = loop, **cells: Any) -> Variant:
-    return _variant("onepass", step=step, recipe=replace(OnePassKBFGS.recipe, input_inverse=_FORMER_RULE, **cells))
+    return _variant("onepass", step=step, cells=cells)
 
 
 def _two_pass(step: Callable[..., Tensor] = closure, **cells: Any) -> Variant:
-    return _variant("kbfgs", step=step, recipe=replace(KBFGS.recipe, input_inverse=_FORMER_RULE, **cells))
+    return _variant("kbfgs", step=step, cells=cells)
 
 
 def averaged(decay: float, num_random: int) -> Variant:
     """H_A with other averages of y, and other numbers of random directions; T = k / 5 at first."""
-    recipe = replace(OnePassKBFGS.recipe, input_inverse=StepHessianAction(decay, num_random))
-    return _variant("onepass", 5, recipe=recipe, lr=0.4, damping=0.1)
+    return _variant("onepass", 5, cells={"input_inverse": StepHessianAction(decay, num_random)}, lr=0.4, damping=0.1)
 
 
 # ------------------------------------------------------------------ how long a step is

@@ -21,6 +21,7 @@ from kfqn_ext.optim.groups.plan import Block, Layer, Plan, make_plan
 from kfqn_ext.optim.groups.repr import render
 from kfqn_ext.optim.groups.schedules import Schedule, apply_schedules, take_schedules
 from kfqn_ext.optim.groups.validation import check_arguments, check_group, check_split, settle
+from kfqn_ext.optim.inverses.base import Direction
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.numbers import as_real, number
 from kfqn_ext.optim.passes import checks
@@ -443,7 +444,7 @@ class KroneckerOptimizer(Optimizer):
     def _probes(self, keep_inputs: bool = False) -> Probes:
         return Probes(self._probe_A, self._probe_G, keep_inputs, self._preconditioner.late_G)
 
-    def _probe_A(self, module: nn.Module, a_bar: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    def _probe_A(self, module: nn.Module, a_bar: Tensor) -> Direction | None:
         weight: Any = module.weight
         return self._preconditioner.probe_A(self.state.get(weight, {}), a_bar, self.param_groups[0]["step"] + 1)
 

@@ -1,13 +1,17 @@
 """H_A of the forms without tuning is that of many minibatches, each with fewer data than the layer has inputs."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from kfqn_ext.optim import OnePassKBFGS
-from kfqn_ext.optim.inverses import StepHessianAction
+from kfqn_ext.optim.inverses import FisherAction, StepHessianAction
+from tests.optim.plain_loop import left, net, train
+from tests.optim.test_resume import assert_identical
 
 D, N, STEPS = 60, 20, 80
 
@@ -39,3 +43,25 @@ def relative(got: Tensor, want: Tensor) -> float:
 def test_h_a_is_nearer_to_that_of_all_data(seed: int) -> None:
     averaged, last = error(StepHessianAction(), seed), error(StepHessianAction(decay=0.0), seed)
     assert averaged < 0.8 * last
+
+
+@pytest.mark.parametrize(("cell", "rule"), [("input_inverse", StepHessianAction), ("output_inverse", FisherAction)])
+def test_the_average_follows_a_function_of_the_step(cell: str, rule: Callable[..., Any]) -> None:
+    def trained(decay: Any) -> Any:
+        model = net()
+        optimizer = OnePassKBFGS(model, recipe=replace(OnePassKBFGS.recipe, **{cell: rule(decay)}))
+        train(model, optimizer)
+        return left(model, optimizer)
+
+    constant, followed = trained(0.5), trained(lambda k: 0.5)
+    assert_identical(followed, constant)
+    with pytest.raises(AssertionError):
+        assert_identical(trained(lambda k: 0.5 if k < 3 else 0.9), constant)
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, True, None])
+@pytest.mark.parametrize("rule", [StepHessianAction, FisherAction])
+def test_no_number_of_directions(rule: Callable[..., Any], number: Any) -> None:
+    assert rule(num_random=0).num_random == 0
+    with pytest.raises(ValueError, match="Invalid num_random: .* an integer of at least 0"):
+        rule(num_random=number)

@@ -14,7 +14,7 @@ Decay = float | Callable[[int], float]
 
 def check_decay(decay: Decay) -> None:
     """Raise a ValueError where β is none, at the first step if it is a function."""
-    beta = _at(decay, 1)
+    beta = decay_at(decay, 1)
     if not isinstance(beta, int | float) or not 0 <= beta <= 1:
         found = f"{beta!r} at step 1" if callable(decay) else repr(beta)
         raise ValueError(f"Invalid decay: {found}. It must be a number β with 0 <= β <= 1, or a function k ↦ β.")
@@ -23,8 +23,9 @@ def check_decay(decay: Decay) -> None:
 def move_towards(average: Tensor, value: Tensor, decay: Decay, seen: Seen) -> None:
     """Move: average ← β average + (1 - β) value, ``line_3`` of ``algo_1``, where the value is finite."""
     finite = torch.isfinite(value).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
-    flush_(average.lerp_(torch.where(finite, value, average), 1.0 - _at(decay, seen.step)))
+    flush_(average.lerp_(torch.where(finite, value, average), 1.0 - decay_at(decay, seen.step)))
 
 
-def _at(decay: Decay, step: int) -> float:
+def decay_at(decay: Decay, step: int) -> float:
+    """β at a step."""
     return decay(step) if callable(decay) else decay

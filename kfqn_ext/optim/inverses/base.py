@@ -23,6 +23,8 @@ from kfqn_ext.linalg.padded import stack, unstack
 Q = TypeVar("Q")
 State = dict[str, Tensor]
 """What an optimizer keeps of a layer, by name."""
+Direction = tuple[Tensor, Tensor | None]
+"""(s, kept): in what directions a factor is looked at, and what ``learn`` is to find beside its product with s."""
 Kind = type[LayerExtension[Any]]
 Kinds = tuple[Kind, ...]
 
@@ -145,7 +147,7 @@ class InputInverse(Inverse):
 
     starts_from: ClassVar[Kinds] = (InputGram,)
 
-    def probe(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:
+    def probe(self, state: State, a_bar: Tensor, step: int) -> Direction | None:
         """Choose directions s, [*B, d_in] or [*B, d_in, k], for which A s is wanted from the first pass; None for none.
 
         Args:
@@ -219,6 +221,14 @@ def count(states: Sequence[State], key: str, *events: Tensor) -> None:
 def start_count(state: State, key: str, like: Tensor) -> None:
     """Set the three counters of pairs (kept, damped, skipped) to zero; ``like`` has the shape [*B]."""
     state[key] = torch.zeros(3, *like.shape, dtype=torch.int64, device=like.device)
+
+
+def check_num_random(number: object) -> None:
+    """Raise a ValueError where it is no number of directions."""
+    if type(number) is not int or number < 0:
+        raise ValueError(
+            f"Invalid num_random: {number!r}. It must be an integer of at least 0: how many directions are random."
+        )
 
 
 def unit_columns(V: Tensor) -> Tensor:

@@ -10,13 +10,14 @@ from torch import Tensor
 from kfqn_ext.extensions import FisherProducts
 from kfqn_ext.linalg import bfgs_update_each_
 from kfqn_ext.linalg.padded import stack
-from kfqn_ext.optim.inverses.averages import check_decay
+from kfqn_ext.optim.inverses.averages import Decay, check_decay, decay_at
 from kfqn_ext.optim.inverses.base import (
     Kinds,
     Measured,
     OutputInverse,
     Seen,
     State,
+    check_num_random,
     count,
     random_columns,
     start_count,
@@ -37,19 +38,20 @@ class FisherAction(OutputInverse):
     H_G⁻¹ s what a moving average of Γ̂ + ε I would have there.
 
     Attributes:
-        decay: β.
+        decay: β, or k ↦ β.
         num_random: How many directions are random; they depend on the step's number alone.
     """
 
-    decay: float = 0.75
+    decay: Decay = 0.75
     num_random: int = 3
     first: ClassVar[Kinds] = (FisherProducts,)
     in_own_units: ClassVar[bool] = True
     learned: ClassVar[tuple[str, ...]] = ("H_G",)
 
     def __post_init__(self) -> None:
-        """Check β."""
+        """Check both."""
         check_decay(self.decay)
+        check_num_random(self.num_random)
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         scale = (1.0 / (1.0 + damping)).to(like)
@@ -73,10 +75,10 @@ class FisherAction(OutputInverse):
         products = [seen.first[i][FisherProducts] for i in known]
         trace = torch.stack([q.trace for q in products]).unsqueeze(-1)
         usable = seen.finite & torch.isfinite(trace) & (trace > 0)
-        inverses = [state["H_G"] for state in states]
+        inverses, beta = [state["H_G"] for state in states], decay_at(self.decay, seen.step)
         S, Gamma_S, V = (stack(sides) for sides in zip(*[(q.s, q.Gamma_s, q.kept) for q in products], strict=True))
         for s, Gamma_s, v in zip(S.unbind(-1), Gamma_S.unbind(-1), V.unbind(-1), strict=True):
-            y = torch.lerp(Gamma_s / torch.where(usable, trace, 1.0) + damping.unsqueeze(-1) * s, v, self.decay)
+            y = torch.lerp(Gamma_s / torch.where(usable, trace, 1.0) + damping.unsqueeze(-1) * s, v, beta)
             kept = bfgs_update_each_(inverses, torch.where(usable, s, 0.0), torch.where(usable, y, 0.0))
             tried = seen.finite & (v != 0).any(-1)
             count(states, "pairs_seen_G", kept, torch.zeros_like(kept), tried & ~kept)

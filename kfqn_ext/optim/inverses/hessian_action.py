@@ -11,13 +11,15 @@ from kfqn_ext.extensions import InputGram, InputMoments, InputQuantities
 from kfqn_ext.linalg import bfgs_update_each_, damped_inverse
 from kfqn_ext.linalg.padded import stack, times_each
 from kfqn_ext.linalg.pairs import dot
-from kfqn_ext.optim.inverses.averages import Decay, check_decay, move_towards
+from kfqn_ext.optim.inverses.averages import Decay, check_decay, decay_at, move_towards
 from kfqn_ext.optim.inverses.base import (
+    Direction,
     InputInverse,
     Kinds,
     Measured,
     Seen,
     State,
+    check_num_random,
     count,
     random_columns,
     start_count,
@@ -86,7 +88,7 @@ class HessianAction(InputInverse):
         start_count(state, "pairs_seen_A", damping)
         state["leverage"] = _first_leverage(state["H_A"], measured)
 
-    def probe(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: D102
+    def probe(self, state: State, a_bar: Tensor, step: int) -> Direction | None:  # noqa: D102
         # None in the very pass that measures A for the first H_A.
         return (times(state["H_A"], a_bar), None) if "H_A" in state else None
 
@@ -102,25 +104,29 @@ class HessianAction(InputInverse):
 class StepHessianAction(HessianAction):
     """Hessian-action BFGS in several directions s = H_A v, averaged: :class:`FisherAction` for the other factor.
 
-    The first v is ā, which is the paper's. The second is the direction of inputs for which the last step was longest:
-    where it sets the length of a step, an H_A that is too large there shortens all others. The rest are random
-    combinations of M's rows, so that H_A is right where it is used. As H_A⁻¹ s = v is known, y is averaged:
-    y = β v + (1 - β) (A s + λ_A s) makes H_A⁻¹ s what a moving average of A + λ_A I would have there. A of one
-    minibatch has a rank of its size at most, and a wide layer's H_A would follow its noise.
+    The first v is ā, so that s is the one of ``algo_8``. The second is the direction of inputs for which the last step
+    was longest: where it sets the length of a step, an H_A that is too large there shortens all others. The rest are
+    random combinations of M's rows, so that H_A is right where it is used. The last two are not in the paper, and
+    neither is the average. A of one minibatch has a rank of |T| times its size at most, and a wide layer's H_A would
+    follow its noise.
+
+    H_A⁻¹ s = v is known for the H_A that the pass has met. So y = β v + (1 - β) (A s + λ_A s) makes H_A⁻¹ s what a
+    moving average of A + λ_A I would have there.
 
     Attributes:
-        decay: β.
+        decay: β, or k ↦ β.
         num_random: How many directions are random; they depend on the step's number alone.
     """
 
-    decay: float = 0.75
+    decay: Decay = 0.75
     num_random: int = 3
 
     def __post_init__(self) -> None:
-        """Check β."""
+        """Check both."""
         check_decay(self.decay)
+        check_num_random(self.num_random)
 
-    def probe(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: D102
+    def probe(self, state: State, a_bar: Tensor, step: int) -> Direction | None:  # noqa: D102
         if "H_A" not in state:
             return None
         u = state.get("u")  # kept by a rule that sets the length; else zero, which is no pair
@@ -136,9 +142,10 @@ class StepHessianAction(HessianAction):
         S, A_S = _products(seen)
         _note_leverage(states, S[..., 0], seen)
         V = stack(kept for measured in seen.first if (kept := measured[InputQuantities].kept) is not None)
+        beta = decay_at(self.decay, seen.step)
         for s, A_s, v in zip(S.unbind(-1), A_S.unbind(-1), V.unbind(-1), strict=True):
             s, y = _damped(s, A_s, seen, damping)
-            _update(states, s, torch.lerp(y, torch.where(seen.finite, v, 0.0), self.decay), seen)
+            _update(states, s, torch.lerp(y, torch.where(seen.finite, v, 0.0), beta), seen)
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,7 @@ class MovingHessianAction(HessianAction):
         assert measured.A is not None
         state["A"] = measured.A
 
-    def probe(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: D102
+    def probe(self, state: State, a_bar: Tensor, step: int) -> Direction | None:  # noqa: D102
         return None
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
@@ -198,7 +205,7 @@ class HessianActionLBFGS(InputInverse):
         start_count(state, "pairs_seen_A", damping)
         state["leverage"] = torch.zeros_like(damping)
 
-    def probe(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: D102
+    def probe(self, state: State, a_bar: Tensor, step: int) -> Direction | None:  # noqa: D102
         # In a layer's first pass along ā itself, before its H_A = γI is known.
         s = times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else a_bar
         return s, None

@@ -12,7 +12,7 @@ from kfqn_ext.extensions import FisherProducts, InputQuantities
 from kfqn_ext.linalg.power_iteration import start_vector
 from kfqn_ext.optim.groups.plan import Block, Layer, working_dtype
 from kfqn_ext.optim.inverses import Measured, Seen, State
-from kfqn_ext.optim.inverses.base import Kind
+from kfqn_ext.optim.inverses.base import Direction, Kind
 from kfqn_ext.optim.preconditioner import block as blocks
 from kfqn_ext.optim.preconditioner.normalized import NormalizedLayers
 from kfqn_ext.optim.preconditioner.owners import Owners, to_be_filled
@@ -72,13 +72,13 @@ class Preconditioner:
         # In a pass with sampled targets A comes from Ω.
         return recipe.starts_from & recipe.second if recipe.starts_in_second_pass else recipe.starts_from
 
-    def probe_A(self, state: State, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:
+    def probe_A(self, state: State, a_bar: Tensor, step: int) -> Direction | None:
         """Directions s in which A is looked at, [*B, d_in] or [*B, d_in, k], and what is kept with A s; or None."""
         return self.recipe.at(a_bar.shape[-1]).input_inverse.probe(state, a_bar, step)
 
     def directions(
         self, due: Sequence[Block], first: Results, step: int
-    ) -> dict[nn.Module, tuple[tuple[Tensor, Tensor | None] | None, tuple[Tensor, Tensor | None] | None]]:
+    ) -> dict[nn.Module, tuple[Direction | None, Direction | None]]:
         """Those of layers that a pass has measured, each from who owns it; a collective.
 
         Returns:
@@ -99,7 +99,7 @@ class Preconditioner:
         """Whether a process lacks state from which directions for Γ are chosen, so that the pass can't choose them."""
         return self.owners.several or self.owners.rows is not None
 
-    def _for_A(self, block: Block, measured: Measured, step: int) -> tuple[Tensor, Tensor | None] | None:
+    def _for_A(self, block: Block, measured: Measured, step: int) -> Direction | None:
         inputs = measured.get(InputQuantities)
         return None if inputs is None else self._probe_or_template(block, inputs.a_bar, step)
 
@@ -113,7 +113,7 @@ class Preconditioner:
         s = to_be_filled(shape, working_dtype(layer.weight), layer.weight.device)
         return s, s
 
-    def _probe_or_template(self, block: Block, a_bar: Tensor, step: int) -> tuple[Tensor, Tensor | None] | None:
+    def _probe_or_template(self, block: Block, a_bar: Tensor, step: int) -> Direction | None:
         if not blocks.is_elsewhere(block.state):
             return self.probe_A(block.state, a_bar, step)
         chosen = self.probe_A(self.owners.template(block.layer), a_bar.to("meta"), step)

@@ -11,11 +11,11 @@ from kfqn_ext.extensions import FisherProduct, InputMoments, LayerMoments, with_
 from kfqn_ext.extensions.pooling import DATA, SQUARES, Counted, Counts, means_of
 from kfqn_ext.linalg import full_precision
 from kfqn_ext.optim.inverses import Measured
+from kfqn_ext.optim.inverses.base import Direction
 from kfqn_ext.optim.passes.measurement import Results
 from kfqn_ext.optim.passes.ranks.bucket import beside
 from kfqn_ext.optim.passes.ranks.weights import Share, Table, Weight
 
-Direction = tuple[Tensor, Tensor | None]
 Chosen = tuple[Direction | None, Direction | None]
 """s for A and what is kept with A s, and the same for Γ; None for none, or for what the pass has looked at itself."""
 Directions = Callable[[Results], Mapping[nn.Module, Chosen]]
