@@ -70,6 +70,8 @@ _AVERAGED = {
     "β = 0.75, 3 random": variants.averaged(0.75, 3),
     "β = 0, none": variants.averaged(0.0, 0),
     "β = 0.75, none": variants.averaged(0.75, 0),
+}
+_MORE_AVERAGED = {
     "β = 0.75, 1 random": variants.averaged(0.75, 1),
     "β = 0.9, 3 random": variants.averaged(0.9, 3),
 }
@@ -108,7 +110,7 @@ STUDIES = {
     "damping-kbfgs": Study({**_KBFGS, **_damped("K-BFGS", "kbfgs")}),
     "damping-kfac": Study({**_KFAC, **_damped("KFAC", "kfac-untuned")}),
     "damping-kfac-long": Study({**_KFAC, **_damped("KFAC", "kfac-untuned")}, steps=800),
-    "averaged": Study(_AVERAGED),
+    "averaged": Study({**_AVERAGED, **_MORE_AVERAGED}),
     "averaged-wide": Study(_AVERAGED, ("mlp-8", "ae-28"), steps=120),
     "long": Study(
         {
