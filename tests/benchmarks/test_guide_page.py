@@ -1,6 +1,7 @@
 """What docs/guide.md says is what its logs in results/ say."""
 
 import json
+import math
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -53,6 +54,28 @@ def test_what_is_reached_by_second() -> None:
     assert f"The default is there at {reached('at_seconds', optimizer='onepass', setting=RESULTS['own'])}" in WORDS
     assert f"is at {reached('loss', optimizer='adam', setting={})} as torch builds it" in WORDS
     assert f"At the best of five rates it is at {reached('loss', optimizer='adam')}." in WORDS
+
+
+def upwards(value: float) -> str:
+    """With one digit, of a bound."""
+    return f"{math.ceil(10 * value) / 10:.1f}"
+
+
+def test_what_is_seen_of_the_default_form() -> None:
+    """Its rate is the best on all networks; how much ε counts at that rate, and how near the default ε is."""
+    rates, spans, gains = set(), {}, []
+    for problem in RESULTS["problems"]:
+        cells = [c for c in RESULTS["cells"] if (c["optimizer"], c["problem"]) == ("onepass", problem)]
+        best = min((c for c in cells if c["loss"] is not None), key=lambda c: c["loss"])
+        own = {c["setting"]["damping"]: c["loss"] for c in cells if c["setting"]["lr"] == RESULTS["own"]["lr"]}
+        rates.add(best["setting"]["lr"])
+        spans[problem] = max(own.values()) / min(own.values())
+        gains.append(own[RESULTS["own"]["damping"]] / best["loss"])
+    assert rates == {RESULTS["own"]["lr"]} and "is lowest at its own rate on all four networks" in WORDS
+    span = spans.pop("regression")
+    assert f"within a factor of {upwards(max(spans.values()))} on three networks" in WORDS
+    assert f"by {span:.0f} times from ε = 1 to 0.03" in WORDS
+    assert f"is at most {upwards(max(gains))} times the lowest" in WORDS
 
 
 def losses(**labels: object) -> list[float]:

@@ -184,3 +184,34 @@ def test_on_how_many_limited_memory_is_lower_than_adam() -> None:
         adam = {problem: values for results in SETS for problem, values in found(results, "adam", steps).items()}
         wins = sum(all(a < b for a, b in zip(own[p], adam[p], strict=True)) for p in adam)
         assert f"{wins} of {len(adam)} after {steps}" in WORDS
+
+
+def test_how_far_the_autoencoder_comes() -> None:
+    curves = {
+        (log["epochs"], cell["optimizer"]): {epoch: loss for epoch, _, loss in cell["curve"]}
+        for log in PARTS["autoencoder"].lines()
+        for cell in log["cells"]
+    }
+
+    def reached(loss: float, epochs: int, name: str) -> int:
+        return min(epoch for epoch, value in curves[epochs, name].items() if value <= loss)
+
+    def end(epochs: int, name: str) -> str:
+        return f"{curves[epochs, name][epochs]:.1f}"
+
+    own, paper, before, former = "onepass", "kbfgs-paper", "onepass-before", "onepass-former"
+    assert f"passes 60 in epoch {reached(60, 16, own)}, and 56 in epoch {reached(56, 16, own)}. The paper's" in WORDS
+    assert f"does in epochs {reached(60, 16, paper)} and {reached(56, 16, paper)}." in WORDS
+    assert f"They end at {end(16, own)} and {end(16, paper)}." in WORDS
+    assert f"it passed 60 in epoch {reached(60, 16, before)} and ended at {end(16, before)}." in WORDS
+    assert f"it passed 56 in epoch {reached(56, 16, former)} and ended at {end(16, former)}." in WORDS
+    assert f"pass 54 in epoch {reached(54, 40, former)} and end at {end(40, former)}. None reaches" in WORDS
+    assert min(loss for curve in curves.values() for loss in curve.values()) > 51.3
+
+
+def test_what_fails_among_todays_rates() -> None:
+    log = json.loads((ROOT / "results" / "untuned-heatmaps.jsonl").read_text())
+    cells = [cell for cell in log["cells"] if cell["optimizer"] == "onepass"]
+    failed = [cell["setting"]["lr"] / log["own"]["lr"] for cell in cells if cell["loss"] is None]
+    assert (len(cells), failed) == (80, [10.0])
+    assert "one of eighty runs fails, at ten times the rate" in WORDS
