@@ -4,13 +4,19 @@ Where rates lie was seen in single runs of the first seed: smaller ones do not c
 """
 
 from collections.abc import Sequence
+from functools import partial
 
-from benchmarks.untuned.entry import Entry, Setting, pairs, rates
+import torch
+
+from benchmarks.untuned.entry import Entry, Setting, loop, of_model, pairs, rates
 from benchmarks.untuned.lists import ENTRIES
+from kfqn_ext.optim import OnePassKBFGS
 
+_NAMES = ("onepass", "kbfgs", "kfac-untuned", "kbfgs-tuned", "sgdm", "adam", "muon", "soap", "shampoo", "kfac")
+_ROUNDED = of_model(partial(OnePassKBFGS, direction_dtype=torch.bfloat16))
 OPTIMIZERS: dict[str, Entry] = {
-    name: ENTRIES[name]
-    for name in ("onepass", "kbfgs", "kbfgs-tuned", "sgdm", "adam", "muon", "soap", "shampoo", "kfac")
+    **{name: ENTRIES[name] for name in _NAMES},
+    "onepass-bf16": Entry("K-BFGS, one pass, bfloat16 directions", _ROUNDED, step=loop),
 }
 
 

@@ -75,6 +75,16 @@ _MORE_AVERAGED = {
     "β = 0.75, 1 random": variants.averaged(0.75, 1),
     "β = 0.9, 3 random": variants.averaged(0.9, 3),
 }
+_A, _ROOT = variants.MeanInverse(), variants.FisherRoot(0.5)
+_COMPUTED = {
+    "both learned": variants.computed(),
+    "H_G of Γ": variants.computed(output_inverse=variants.FisherRoot()),
+    "H_G of Γ, p = 1/2": variants.computed(output_inverse=_ROOT),
+    "H_A of A": variants.computed(input_inverse=_A),
+    "both computed": variants.computed(input_inverse=_A, output_inverse=variants.FisherRoot()),
+    "both computed, p = 1/2": variants.computed(input_inverse=_A, output_inverse=_ROOT),
+}
+_KFAC_COMPUTED = {"KFAC, α = 0.4, ε = 0.1": default("kfac-untuned", 5, lr=0.4, damping=0.1)}
 
 STUDIES = {
     "exponent": Study(
@@ -112,6 +122,8 @@ STUDIES = {
     "damping-kfac-long": Study({**_KFAC, **_damped("KFAC", "kfac-untuned")}, steps=800),
     "averaged": Study({**_AVERAGED, **_MORE_AVERAGED}),
     "averaged-wide": Study(_AVERAGED, ("mlp-8", "ae-28"), steps=120),
+    "computed": Study(_COMPUTED),
+    "computed-wide": Study({**_COMPUTED, **_KFAC_COMPUTED}, ("ae-28",), steps=120),
     "long": Study(
         {
             **_ONE_PASS,
@@ -139,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for problem in chosen.problems
     ]
     work = study.fixed([PROBLEMS[name] for name in chosen.problems], trials)
-    finished = work.mine(study.run(args, work, partial(_one, chosen)))
+    finished = work.mine(study.run(args, work, partial(_one, args.study)))
     results = {
         **study.results(args, "untuned.tried", finished),
         "study": args.study,
@@ -154,9 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.show(args.docs, f"untuned tried {args.study}", render(results))
 
 
-def _one(chosen: Study, trial: Trial, source: Source) -> Record:
-    """Run one trial, and say what it was and how it went."""
-    started, variant = time.perf_counter(), chosen.rows[trial.optimizer]
+def _one(name: str, trial: Trial, source: Source) -> Record:
+    """Run one trial of a study, which is named as its rows cannot go to another process; say how it went."""
+    started, variant = time.perf_counter(), STUDIES[name].rows[trial.optimizer]
     problem, schedule = PROBLEMS[trial.problem], variant.schedule
     found = train(problem, variant.entry, trial.setting, trial.steps, trial.seed, source, schedule)
     return record(trial, source, found, started)

@@ -137,7 +137,7 @@ def drifting(d: int, runs: int, steps: int, every: int | None) -> tuple[int, int
 
 @pytest.mark.parametrize("d", [4, 8])
 def test_runs_that_drift_are_lost_for_one_interval_at_most(d: int) -> None:
-    end, long = drifting(d, runs=100, steps=200, every=None)
-    assert end > 3 and long > 3
-    end, long = drifting(d, runs=100, steps=200, every=16)
-    assert end <= 3 and long == 0
+    end, long = drifting(d, runs=400, steps=200, every=None)
+    assert end > 5 and long > 5
+    end, long = drifting(d, runs=400, steps=200, every=16)
+    assert end <= 5 and long == 0
