@@ -55,6 +55,7 @@ def test_inverses_print_as_one_line_of_shapes(make: type) -> None:
 # ------------------------------------------------------------------ what a type checker says
 
 
+@pytest.mark.slow
 def test_a_users_file_passes_mypy_strict(tmp_path: Path) -> None:
     """And a type that is wrong does not."""
     (tmp_path / "user.py").write_text(USER)

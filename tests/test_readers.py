@@ -92,7 +92,7 @@ def loss_after(source: str, name: str, seed: int) -> float:
     return mean_loss(problem, model, data.train)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("name", ["mobile", "mixer", "gru"])
 def test_as_both_are_built_it_is_no_worse_than_adam(name: str, seed: int) -> None:
     """On networks that played no part in choosing the default."""

@@ -68,6 +68,8 @@ _TRIED = (
     "damping-kfac",
     "damping-kfac-long",
     "averaged",
+    "averaged-wide",
+    "computed-wide",
 )
 _SETS = ["untuned-choice.jsonl", "untuned-held-out.jsonl"]
 
