@@ -151,6 +151,26 @@ def test_nothing_diverged_on_held_out_problems_and_what_the_ends_gain() -> None:
     assert f"On `mixer` and `tabular` it is {gains[mixer][0]:.1f} and {gains[tabular][0]:.1f} times the best" in WORDS
 
 
+def test_how_the_best_rate_depends_on_the_width() -> None:
+    (log,) = PARTS["widths"].lines()
+    best: dict[tuple[str, str], list[float]] = {}
+    for cell in log["cells"]:
+        cell["loss"] = math.inf if None in cell["losses"] else fmean(cell["losses"])
+    for optimizer in ("onepass", "adam"):
+        for network in log["networks"]:
+            for width in log["widths"]:
+                labels = (optimizer, network, width)
+                mine = [c for c in log["cells"] if (c["optimizer"], c["network"], c["width"]) == labels]
+                best.setdefault(labels[:2], []).append(min(mine, key=lambda c: c["loss"])["setting"]["lr"])
+    (own,) = {c["setting"]["lr"] for c in log["cells"] if c["optimizer"] == "onepass" and c["is_own"]}
+    at_own = [c["loss"] for c in log["cells"] if c["optimizer"] == "onepass" and c["network"] == "mlp" and c["is_own"]]
+    assert set(best["onepass", "cnn"]) == {own} and "On the CNN it is the default at every width" in WORDS
+    assert {rate / own for rate in best["onepass", "mlp"]} == {2, 4} and "it is two to four times the default" in WORDS
+    assert 1e-4 < max(at_own) < 2e-4 and "losses are below 0.0002 at the default already" in WORDS
+    falls = [round(max(best["adam", network]) / min(best["adam", network])) for network in ("mlp", "cnn")]
+    assert falls == [3, 10] and "a factor of three on the MLP, and of ten on the CNN" in WORDS
+
+
 def test_what_holds_up_small_losses() -> None:
     (log,) = [line for line in PARTS["tried long"].lines() if line["study"] == "long"]
     loss = {(c["optimizer"], c["problem"]): fmean(c["losses"]) for c in log["cells"]}
