@@ -69,6 +69,7 @@ _TRIED = (
     "damping-kfac-long",
     "averaged",
     "averaged-wide",
+    "computed",
     "computed-wide",
 )
 _SETS = ["untuned-choice.jsonl", "untuned-held-out.jsonl"]

@@ -123,6 +123,7 @@ STUDIES = {
     "averaged": Study({**_AVERAGED, **_MORE_AVERAGED}),
     "averaged-wide": Study(_AVERAGED, ("mlp-8", "ae-28"), steps=120),
     "computed": Study(_COMPUTED),
+    "computed-long": Study({row: _COMPUTED[row] for row in ("both learned", "both computed")}, steps=800),
     "computed-wide": Study({**_COMPUTED, **_KFAC_COMPUTED}, ("ae-28",), steps=120),
     "long": Study(
         {
