@@ -70,6 +70,7 @@ _TRIED = (
     "averaged",
     "averaged-wide",
     "computed",
+    "computed-long",
     "computed-wide",
 )
 _SETS = ["untuned-choice.jsonl", "untuned-held-out.jsonl"]
