@@ -28,6 +28,7 @@ from benchmarks.untuned.training import finite, train
 from benchmarks.untuned.variants import Variant, default
 from benchmarks.untuned.wide import WIDE
 from benchmarks.untuned.working import record
+from kfqn_ext.optim.inverses import FisherInverse, MovingInverse
 from workloads.records import Record
 
 PROBLEMS = {**CHOICE, **GROUPED, **WIDE}
@@ -75,13 +76,13 @@ _MORE_AVERAGED = {
     "β = 0.75, 1 random": variants.averaged(0.75, 1),
     "β = 0.9, 3 random": variants.averaged(0.9, 3),
 }
-_A, _ROOT = variants.MeanInverse(), variants.FisherRoot(0.5)
+_A, _G, _ROOT = MovingInverse(), FisherInverse(), variants.FisherRoot()
 _COMPUTED = {
     "both learned": variants.computed(),
-    "H_G of Γ": variants.computed(output_inverse=variants.FisherRoot()),
+    "H_G of Γ": variants.computed(output_inverse=_G),
     "H_G of Γ, p = 1/2": variants.computed(output_inverse=_ROOT),
     "H_A of A": variants.computed(input_inverse=_A),
-    "both computed": variants.computed(input_inverse=_A, output_inverse=variants.FisherRoot()),
+    "both computed": variants.computed(input_inverse=_A, output_inverse=_G),
     "both computed, p = 1/2": variants.computed(input_inverse=_A, output_inverse=_ROOT),
 }
 _KFAC_COMPUTED = {"KFAC, α = 0.4, ε = 0.1": default("kfac-untuned", 5, lr=0.4, damping=0.1)}

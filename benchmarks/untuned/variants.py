@@ -14,15 +14,13 @@ from torch import Tensor
 from benchmarks.untuned.entry import Entry, Optimizers, Setting, closure, loop, of_model
 from benchmarks.untuned.ours import OURS
 from benchmarks.untuned.training import Rate, cosine
-from kfqn_ext.extensions import FisherProducts, InputGram, KBFGSQuantities, KFACFactors
-from kfqn_ext.linalg import damped_inverse
+from kfqn_ext.extensions import FisherProducts, KBFGSQuantities
 from kfqn_ext.linalg.power_iteration import spectral_norms_
 from kfqn_ext.optim import KBFGS, KFAC, Minibatch, OnePassKBFGS
 from kfqn_ext.optim.gate import Gate
 from kfqn_ext.optim.groups.schedules import burn_in
-from kfqn_ext.optim.inverses import FisherAction, LargestTrace, SecantBFGS, StepHessianAction
-from kfqn_ext.optim.inverses.averages import move_towards
-from kfqn_ext.optim.inverses.base import InputInverse, Kinds, Measured, OutputInverse, Seen, State
+from kfqn_ext.optim.inverses import FisherAction, FisherInverse, LargestTrace, SecantBFGS, StepHessianAction
+from kfqn_ext.optim.inverses.base import Kinds, Measured, Seen, State
 from kfqn_ext.optim.lengths import SignalToNoise, Spectral, Step
 
 Schedule = Callable[[int], Rate]
@@ -89,54 +87,24 @@ def averaged(decay: float, num_random: int) -> Variant:
 
 def _root_of(matrix: Tensor, damping: Tensor, power: float) -> Tensor:
     """(matrix + damping I)⁻ᵖ."""
-    if power == 1.0:
-        return damped_inverse(matrix, damping)
     values, vectors = torch.linalg.eigh(matrix)
     return (vectors * (values.clamp(min=0) + damping.unsqueeze(-1)).pow(-power).unsqueeze(-2)) @ vectors.mT
 
 
 @dataclass(frozen=True)
-class MeanInverse(InputInverse):
-    """H_A = (A + λ_A I)⁻¹ with a moving average A."""
+class FisherRoot(FisherInverse):
+    """The same to the power -p."""
 
-    decay: float = 0.9
-    first: ClassVar[Kinds] = (InputGram,)
-
-    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
-        assert measured.A is not None
-        state["A"] = measured.A
-        state["H_A"] = damped_inverse(state["A"], damping)
-
-    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        for state, measured, value in zip(states, seen.first, damping, strict=True):
-            move_towards(state["A"], measured[InputGram].A, self.decay, seen)
-            state["H_A"] = damped_inverse(state["A"], value)
-
-
-@dataclass(frozen=True)
-class FisherRoot(OutputInverse):
-    """H_G = (Γ̂ + ε I)⁻ᵖ with a moving average Γ̂ of the minibatches' own Γ, each in units of its mean eigenvalue."""
-
-    power: float = 1.0
-    decay: float = 0.9
-    first: ClassVar[Kinds] = (KFACFactors,)
-    starts_from: ClassVar[Kinds] = (KFACFactors,)
-    in_own_units: ClassVar[bool] = True
+    power: float = 0.5
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
-        state["Gamma"] = self._in_own_units(measured)
+        super().start(state, like, measured, damping)
         state["H_G"] = _root_of(state["Gamma"], damping, self.power)
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        for state, measured, value in zip(states, seen.first, damping, strict=True):
-            move_towards(state["Gamma"], self._in_own_units(measured), self.decay, seen)
+        super().learn(states, seen, damping)
+        for state, value in zip(states, damping, strict=True):
             state["H_G"] = _root_of(state["Gamma"], value, self.power)
-
-    @staticmethod
-    def _in_own_units(measured: Measured) -> Tensor:
-        Gamma = measured[KFACFactors].Gamma
-        mean = Gamma.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(Gamma.dtype).tiny)
-        return Gamma / mean.unsqueeze(-1).unsqueeze(-1)
 
 
 def computed(**cells: Any) -> Variant:

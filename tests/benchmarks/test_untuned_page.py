@@ -211,6 +211,10 @@ def test_what_computed_inverses_gain_on_the_seven_problems() -> None:
 
     (ratio, lower), (long_ratio, long_lower) = (compared(p, "both computed") for p in ("computed", "computed-long"))
     assert (lower, long_lower) == ("7 of 7", "5 of 6")
+    rounded = (
+        f"at {float(ratio):.1f} times the default's loss after 200 steps, and at {float(long_ratio):.1f} times after"
+    )
+    assert rounded in WORDS
     assert f"both computed end at {ratio} times the default's loss, and lower on all seven." in words
     assert f"After 800 steps it is {long_ratio} times, and lower on five of six." in words
     assert float(compared("computed", "both computed, p = 1/2")[0]) > 0.95

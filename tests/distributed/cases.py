@@ -37,7 +37,17 @@ from tests.optim.test_no_waiting import Reads
 
 F64 = torch.float64
 STEPS, TOLERANCE = 10, 1e-10
-ROWS = ("KBFGS", "KBFGSL", "KBFGS20", "KFAC", "KFAC as printed", "KBFGS, untuned", "KFAC, untuned", "OnePassKBFGS")
+ROWS = (
+    "KBFGS",
+    "KBFGSL",
+    "KBFGS20",
+    "KFAC",
+    "KFAC as printed",
+    "KBFGS, untuned",
+    "KFAC, untuned",
+    "OnePassKBFGS",
+    "OnePassKBFGS, computed",
+)
 
 
 def mlp() -> nn.Module:
@@ -260,7 +270,7 @@ def options_of_the_wrapper(ranks: int, option: str) -> None:
     pair.check()
 
 
-@case("KBFGS", "KFAC", "OnePassKBFGS", "KBFGS, untuned")
+@case("KBFGS", "KFAC", "OnePassKBFGS", "OnePassKBFGS, computed", "KBFGS, untuned")
 def unequal_shares_with_scaled_losses(ranks: int, row: str) -> None:
     pair = Pair.of(row, "cnn")
     by_closure(pair, "cnn", unequal_shares(ranks))
@@ -706,7 +716,7 @@ def saved_by_several_and_loaded_by_one(ranks: int) -> None:
 
 SHARDED = (
     "KBFGS", "KBFGSL", "KBFGS20", "KFAC", "KFAC as printed", "KBFGS, untuned", "KFAC, untuned", "L-BFGS for both",
-    "one pass", "trace split", "OnePassKBFGS",
+    "one pass", "trace split", "OnePassKBFGS", "OnePassKBFGS, computed",
 )  # fmt: skip
 
 

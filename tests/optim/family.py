@@ -29,6 +29,7 @@ from kfqn_ext.optim import (
 )
 from kfqn_ext.optim.inverses import (
     FisherAction,
+    FisherInverse,
     GammaInverse,
     HessianAction,
     HessianActionLBFGS,
@@ -152,6 +153,11 @@ class Member:
         return isinstance(self.recipe.output_inverse, FisherAction)
 
     @property
+    def computed(self) -> bool:
+        """Whether H_A and H_G are computed, from moving averages of factors, and no pairs count."""
+        return self.samples or isinstance(self.recipe.output_inverse, FisherInverse)
+
+    @property
     def sets_length(self) -> bool:
         """Whether α says how long a layer's step is, and P only where it goes."""
         return self.recipe.length.is_set
@@ -242,6 +248,7 @@ FAMILY: dict[str, Member] = {
     "KBFGS, untuned": Member(KBFGS),
     "KBFGSL, untuned": Member(KBFGSL, {"history_size": 2}),
     "OnePassKBFGS": Member(OnePassKBFGS),
+    "OnePassKBFGS, computed": Member(OnePassKBFGS, {"recipe": OnePassKBFGS.recipe_computed}),
     "KFAC, untuned": Member(KFAC, {"inverse_update_freq": 1}, T="stats_update_freq"),
 }
 ONE_PER_CLASS = ("KBFGS", "KBFGSL", "KBFGS20", "KBFGSL20", "ProvableKBFGSL", "KFAC", "OnePassKBFGS")

@@ -63,7 +63,7 @@ def counting(reference: type) -> type:
     return Counting
 
 
-@pytest.mark.parametrize("name", rows(lambda member: not member.samples))  # Fisher factors are no pairs
+@pytest.mark.parametrize("name", rows(lambda member: not member.computed))  # factors are no pairs
 def test_counts_and_eigenvalues(name: str) -> None:
     model, twin, steps = net(), net(), 12
     member, dense = FAMILY[name], TWINS[name].derived(counting)

@@ -164,8 +164,10 @@ def test_ten_steps_equal_the_reference(row: str, T: int) -> None:
     # The test says something only if there was curvature to learn.
     for d in optimizer.diagnostics():
         want = reference.state[d.name]
-        moved = (want.H_G - want.H_G0).abs().max() > 0.01 * want.H_G0.abs().max()
-        assert bool(moved) == (member.secant_G or member.action_G) and bool(d.A.kept) == member.action_A, d.name
+        least = 1e-4 if member.computed else 0.01  # an average moves less
+        moved = (want.H_G - want.H_G0).abs().max() > least * want.H_G0.abs().max()
+        assert bool(moved) == (member.secant_G or member.action_G or member.computed), d.name
+        assert bool(d.A.kept) == member.action_A, d.name
 
 
 def by_dimensions(model: nn.Module) -> list[dict[str, Any]]:

@@ -127,6 +127,11 @@ def unit(v: Tensor) -> Tensor:
     return v / v.norm(dim=-2, keepdim=True)
 
 
+def in_own_units(Gamma: Tensor) -> Tensor:
+    """Γ ÷ its mean eigenvalue."""
+    return Gamma / Gamma.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+
+
 def fisher_directions(M: Tensor, H_A: Tensor, H_G: Tensor, u: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
     """(s, v) of the one-pass row's four directions at step k."""
     vs = map(unit, (M @ H_A @ u.unsqueeze(-1), *combinations(M, k)))
@@ -135,7 +140,7 @@ def fisher_directions(M: Tensor, H_A: Tensor, H_G: Tensor, u: Tensor, k: int) ->
 
 def fisher_updates(H_G: Tensor, pairs: list[tuple[Tensor, Tensor]], Gamma: Tensor, epsilon: Any) -> Tensor:
     """H_G after BFGS along these directions, with Γ in units of its mean eigenvalue."""
-    unit = Gamma / Gamma.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    unit = in_own_units(Gamma)
     for s, v in pairs:
         y = torch.einsum("...ij,...j->...i", unit, s) + torch.as_tensor(epsilon)[..., None] * s
         H_G = ref.bfgs(H_G, s, 0.75 * v + 0.25 * y)
@@ -167,6 +172,25 @@ class UntunedOnePass(UntunedKBFGS):
 
     def update_H_G(self, st: Any, first: ref.Layer, second: ref.Layer) -> None:
         st.H_G = fisher_updates(st.H_G, st.pairs, first.Gamma, st.lambda_G)
+
+
+class UntunedComputed(UntunedOnePass):
+    """H_A and H_G are the inverses of moving averages: of A, and of Γ in units of its mean eigenvalue."""
+
+    def initial(self, layer: ref.Layer, A: Tensor) -> Any:
+        st: Any = super().initial(layer, A)
+        st.A, st.Gamma = layer.A, in_own_units(layer.Gamma)
+        st.H_G = st.H_G0 = ref.damped_inverse(st.Gamma, st.lambda_G)
+        return st
+
+    def update_H_A(self, st: Any, layer: ref.Layer) -> None:
+        A = 0.9 * st.A + 0.1 * layer.A
+        super().update_H_A(st, layer)  # the damping, too
+        st.A, st.H_A = A, ref.damped_inverse(A, st.lambda_A)
+
+    def update_H_G(self, st: Any, first: ref.Layer, second: ref.Layer) -> None:
+        st.Gamma = 0.9 * st.Gamma + 0.1 * in_own_units(first.Gamma)
+        st.H_G = ref.damped_inverse(st.Gamma, st.lambda_G)
 
 
 class RunningMeanOfA(ref.ReferenceKBFGS):
@@ -237,6 +261,7 @@ TWINS: dict[str, Twin] = {
     "KBFGSL, untuned": twin_of(UntunedKBFGS, momentum=0.8, memory=2),
     "KFAC, untuned": twin_of(UntunedKFAC, momentum=0.8, order="statistics_first"),
     "OnePassKBFGS": twin_of(UntunedOnePass, momentum=0.8),
+    "OnePassKBFGS, computed": twin_of(UntunedComputed, momentum=0.8),
     "KBFGS20": twin_of(**OLD),
     "KBFGSL20": twin_of(**OLD, memory=2),
     "ProvableKBFGSL": twin_of(ref.ReferenceProvable, split="equal", memory=3),

@@ -1,7 +1,7 @@
 """How one Kronecker inverse is learned: the columns of the table that is the optimizer package."""
 
 from kfqn_ext.optim.inverses.base import InputInverse, Inverse, Measured, OutputInverse, Seen, State
-from kfqn_ext.optim.inverses.direct import BatchInverse, GammaInverse, OmegaInverse
+from kfqn_ext.optim.inverses.direct import BatchInverse, FisherInverse, GammaInverse, MovingInverse, OmegaInverse
 from kfqn_ext.optim.inverses.fisher_action import FisherAction
 from kfqn_ext.optim.inverses.hessian_action import (
     HessianAction,
@@ -16,6 +16,7 @@ from kfqn_ext.optim.inverses.unit import LargestTrace, LossUnit
 __all__ = [
     "BatchInverse",
     "FisherAction",
+    "FisherInverse",
     "GammaInverse",
     "HessianAction",
     "HessianActionLBFGS",
@@ -25,6 +26,7 @@ __all__ = [
     "LossUnit",
     "Measured",
     "MovingHessianAction",
+    "MovingInverse",
     "OmegaInverse",
     "OutputInverse",
     "ScaledIdentity",

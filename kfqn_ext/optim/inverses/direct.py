@@ -1,4 +1,4 @@
-"""Inverses that are computed, not learned: of this minibatch's A (``algo_7``), and of KFAC's moving averages."""
+"""Inverses that are computed, not learned: of this minibatch's A (``algo_7``), and of moving averages of factors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +32,68 @@ class BatchInverse(InputInverse):
             inverse = damped_inverse(measured[InputGram].A, value)
             finite = torch.isfinite(inverse).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
             state["H_A"] = torch.where(finite, inverse, state["H_A"])
+
+
+@dataclass(frozen=True)
+class MovingInverse(InputInverse):
+    """H_A = (A + λ_A I)⁻¹ with a moving average A: H_Ω of ``algo_1``, from the pass that training runs anyway.
+
+    Attributes:
+        decay: β in A ← βA + (1 - β) A of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
+    """
+
+    decay: Decay = 0.9
+    first: ClassVar[Kinds] = (KFACFactors,)  # as FisherInverse: A is formed once for both
+    starts_from: ClassVar[Kinds] = (KFACFactors,)
+
+    def __post_init__(self) -> None:
+        """Check β."""
+        check_decay(self.decay)
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        state["A"] = measured[KFACFactors].Omega
+        state["H_A"] = damped_inverse(state["A"], damping)
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, measured, value in zip(states, seen.first, damping, strict=True):
+            move_towards(state["A"], measured[KFACFactors].Omega, self.decay, seen)
+            state["H_A"] = damped_inverse(state["A"], value)
+
+
+@dataclass(frozen=True)
+class FisherInverse(OutputInverse):
+    """H_G = (Γ̂ + ε I)⁻¹ with a moving average Γ̂ of the minibatches' own Γ, each in units of its mean eigenvalue.
+
+    H_Γ of ``algo_1`` with the data's targets, from the pass that training runs anyway. These gradients vanish with the
+    loss, and Γ with them; Γ̂ does not, and neither the loss's scale nor a gradient scaler's is in it.
+
+    Attributes:
+        decay: β in Γ̂ ← βΓ̂ + (1 - β) Γ̂ of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
+    """
+
+    decay: Decay = 0.9
+    first: ClassVar[Kinds] = (KFACFactors,)
+    starts_from: ClassVar[Kinds] = (KFACFactors,)
+    in_own_units: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check β."""
+        check_decay(self.decay)
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        state["Gamma"] = _in_own_units(measured[KFACFactors].Gamma)
+        state["H_G"] = damped_inverse(state["Gamma"], damping)
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, measured, value in zip(states, seen.first, damping, strict=True):
+            move_towards(state["Gamma"], _in_own_units(measured[KFACFactors].Gamma), self.decay, seen)
+            state["H_G"] = damped_inverse(state["Gamma"], value)
+
+
+def _in_own_units(Gamma: Tensor) -> Tensor:
+    """Γ ÷ its mean eigenvalue; zero where Γ is."""
+    mean = _mean_eigenvalue(Gamma).clamp(min=torch.finfo(Gamma.dtype).tiny)
+    return Gamma / mean.unsqueeze(-1).unsqueeze(-1)
 
 
 @dataclass(frozen=True)
