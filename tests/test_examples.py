@@ -61,6 +61,7 @@ def write_mnist(directory: Path) -> None:
             (directory / f"{name}-{kind}-ubyte").write_bytes(header + values.astype(np.uint8).tobytes())
 
 
+@pytest.mark.slow
 def test_mnist_cnn_without_data_and_network_says_so_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
@@ -69,6 +70,7 @@ def test_mnist_cnn_without_data_and_network_says_so_in_a_line(tmp_path: Path, mo
     assert "MNIST can neither be read" in done.stderr and "--data-root" in done.stderr and "refused" in done.stderr
 
 
+@pytest.mark.slow
 def test_mnist_cnn_says_so_where_a_file_was_cut_short(tmp_path: Path) -> None:
     write_mnist(tmp_path / "data/MNIST/raw")
     (tmp_path / "data/MNIST/raw/train-images-idx3-ubyte").write_bytes(b"")

@@ -138,6 +138,7 @@ def test_a_directory_keeps_the_table_that_it_has(tmp_path: Path) -> None:
     assert json.loads((tmp_path / TABLE_FILE).read_text()) == {"table": "table-1"}
 
 
+@pytest.mark.slow
 def test_what_a_table_says_is_next_makes_its_page(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "a directory"
     main(["table", "digits", "--methods", "sgdm", "--seeds", "1", "--max-steps", "1", "--out", str(out)])

@@ -38,6 +38,7 @@ def test_a_table_runs_each_cell_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not list(tmp_path.glob("cells/*.checkpoint"))
 
 
+@pytest.mark.slow
 def test_a_cell_that_failed_is_reported_and_runs_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, options = tmp_path / "out", ["--methods", "sgdm", "--epochs", "1"]
     monkeypatch.setenv("PYTHONPATH", str(_broken_torchvision(tmp_path / "broken")))

@@ -44,6 +44,7 @@ def test_it_trains_and_goes_on_with_fewer_processes_after_one_was_killed(tmp_pat
     assert float(found[-1][1]) > 90
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_divided_model_goes_on_as_a_whole_one(tmp_path: Path) -> None:
     file = ["--optimizer", "kbfgs", "--checkpoint", str(tmp_path / "digits.pt")]

@@ -23,6 +23,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_processes_with_other_hash_seeds(tmp_path: Path) -> None:
     ranks = []
