@@ -85,26 +85,24 @@ def averaged(decay: float, num_random: int) -> Variant:
 # ------------------------------------------------------------------ inverses that are computed, not learned
 
 
-def _root_of(matrix: Tensor, damping: Tensor, power: float) -> Tensor:
-    """(matrix + damping I)⁻ᵖ."""
+def _inverse_root(matrix: Tensor, damping: Tensor) -> Tensor:
+    """(matrix + damping I)^(-1/2)."""
     values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * (values.clamp(min=0) + damping.unsqueeze(-1)).pow(-power).unsqueeze(-2)) @ vectors.mT
+    return (vectors * (values.clamp(min=0) + damping.unsqueeze(-1)).rsqrt().unsqueeze(-2)) @ vectors.mT
 
 
 @dataclass(frozen=True)
 class FisherRoot(FisherInverse):
-    """The same to the power -p."""
-
-    power: float = 0.5
+    """H_G = (Γ̂ + ε I)^(-1/2): the root of the inverse."""
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         super().start(state, like, measured, damping)
-        state["H_G"] = _root_of(state["Gamma"], damping, self.power)
+        state["H_G"] = _inverse_root(state["Gamma"], damping)
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
         super().learn(states, seen, damping)
         for state, value in zip(states, damping, strict=True):
-            state["H_G"] = _root_of(state["Gamma"], value, self.power)
+            state["H_G"] = _inverse_root(state["Gamma"], value)
 
 
 def computed(**cells: Any) -> Variant:

@@ -3,7 +3,6 @@
 import json
 import pickle
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,19 @@ from kfqn_ext.optim.lengths import Spectral, Step
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_runs_of_a_study_can_go_to_another_process(name: str) -> None:
-    pickle.loads(pickle.dumps(partial(tried._one, name)))
+def test_runs_of_a_study_can_go_to_another_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command hands to its processes arrives there."""
+
+    class SentError(Exception):
+        pass
+
+    def run(args: Any, work: Any, one: Any) -> None:
+        pickle.loads(pickle.dumps(one))
+        raise SentError
+
+    monkeypatch.setattr(tried.study, "run", run)
+    with pytest.raises(SentError):
+        tried.main([name])
 
 
 def test_the_root_of_a_moving_average() -> None:

@@ -17,7 +17,15 @@ import kfqn_ext
 from kfqn_ext.errors import MissingQuantitiesError, UnsupportedLayerError
 from kfqn_ext.extensions import KBFGSQuantities
 from kfqn_ext.optim import KBFGS, Minibatch
-from kfqn_ext.optim.inverses import FisherAction, GammaInverse, MovingHessianAction, OmegaInverse, StepHessianAction
+from kfqn_ext.optim.inverses import (
+    FisherAction,
+    FisherInverse,
+    GammaInverse,
+    MovingHessianAction,
+    MovingInverse,
+    OmegaInverse,
+    StepHessianAction,
+)
 from kfqn_ext.optim.recipe import SecondPass
 from tests.optim.family import FAMILY, Member, classes, one_per, rows
 
@@ -206,7 +214,18 @@ def test_a_bad_history_size(name: str, size: Any) -> None:
         FAMILY[name].with_memory(size).make(model, lr=0.1)
 
 
-@pytest.mark.parametrize("side", [OmegaInverse, GammaInverse, MovingHessianAction, StepHessianAction, FisherAction])
+@pytest.mark.parametrize(
+    "side",
+    [
+        OmegaInverse,
+        GammaInverse,
+        MovingInverse,
+        FisherInverse,
+        MovingHessianAction,
+        StepHessianAction,
+        FisherAction,
+    ],
+)
 @pytest.mark.parametrize("decay", [1.1, -0.1, float("nan"), lambda k: 1.0 + k, lambda k: None])
 def test_a_bad_decay(side: Any, decay: Any) -> None:
     with pytest.raises(ValueError, match=r"Invalid decay: .* 0 <= β <= 1"):

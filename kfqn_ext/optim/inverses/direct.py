@@ -38,6 +38,8 @@ class BatchInverse(InputInverse):
 class MovingInverse(InputInverse):
     """H_A = (A + λ_A I)⁻¹ with a moving average A: H_Ω of ``algo_1``, from the pass that training runs anyway.
 
+    A = Ω, [*B, d_in, d_in], is a mean over data of sums over locations.
+
     Attributes:
         decay: β in A ← βA + (1 - β) A of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
     """
@@ -64,7 +66,8 @@ class MovingInverse(InputInverse):
 class FisherInverse(OutputInverse):
     """H_G = (Γ̂ + ε I)⁻¹ with a moving average Γ̂ of the minibatches' own Γ, each in units of its mean eigenvalue.
 
-    H_Γ of ``algo_1`` with the data's targets, from the pass that training runs anyway. These gradients vanish with the
+    H_Γ of ``algo_1`` with the data's targets, from the pass that training runs anyway. Γ, [*B, d_out, d_out], is a mean
+    over data and locations of ∂h ∂hᵀ, with ∂h of each datum's own loss. These gradients vanish with the
     loss, and Γ with them; Γ̂ does not, and neither the loss's scale nor a gradient scaler's is in it.
 
     Attributes:
