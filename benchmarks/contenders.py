@@ -12,7 +12,7 @@ from benchmarks import peers
 from benchmarks.problems import Setup
 from benchmarks.ready import Ready
 from benchmarks.untuned.peers import muon
-from kfqn_ext.optim import KBFGS, KFAC, KroneckerOptimizer, OnePassKBFGS
+from kfqn_ext.optim import KBFGS, KFAC, KroneckerOptimizer, OnePassKBFGS, OnePassKFAC
 from kfqn_ext.optim.inverses import HessianActionLBFGS, ScaledIdentity
 from kfqn_ext.optim.recipe import Recipe, SecondPass, Wide
 from workloads.frequencies import set_frequencies
@@ -118,6 +118,10 @@ CONTENDERS: dict[str, Contender] = {
             "one-pass K-BFGS without tuning, T = 20, bfloat16": every(20),
             "one-pass K-BFGS without tuning, T = 1, bfloat16": {"due": 1},
         },
+    ),
+    "onepass-kfac": Contender(
+        partial(_kronecker, partial(OnePassKFAC, stats_update_freq=1, inverse_update_freq=1)),
+        {"one-pass KFAC without tuning, T = 20": {"ordinary": 1 - 1 / 20, "inverse": 1 / 20}},
     ),
     "untuned": Contender(_untuned(KBFGS), {"K-BFGS without tuning, T = 20": every(20)}),
     "untuned-bf16": Contender(

@@ -4,7 +4,17 @@ from importlib import import_module
 from typing import Any
 
 from kfqn_ext.extensions import InputGram, KBFGSQuantities, KFACFactors, extend, unextend
-from kfqn_ext.optim import KBFGS, KBFGS20, KBFGSL, KBFGSL20, KFAC, Minibatch, OnePassKBFGS, ProvableKBFGSL
+from kfqn_ext.optim import (
+    KBFGS,
+    KBFGS20,
+    KBFGSL,
+    KBFGSL20,
+    KFAC,
+    Minibatch,
+    OnePassKBFGS,
+    OnePassKFAC,
+    ProvableKBFGSL,
+)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,6 +28,7 @@ __all__ = [
     "KFACFactors",
     "Minibatch",
     "OnePassKBFGS",
+    "OnePassKFAC",
     "ProvableKBFGSL",
     "extend",
     "unextend",

@@ -46,6 +46,7 @@ def _of_paper(model: nn.Module, **setting: float) -> Optimizer:
 
 CHOSEN = {
     "onepass": ENTRIES["onepass"],
+    "onepass-kfac": ENTRIES["onepass-kfac"],
     "kbfgs": ENTRIES["kbfgs"],
     "kfac-untuned": ENTRIES["kfac-untuned"],
     _PAPER: Entry("K-BFGS of the paper", of_model(_of_paper), pairs((0.03, 0.3)), closure),

@@ -16,7 +16,7 @@ from benchmarks.untuned.report import short
 from benchmarks.untuned.training import finite
 
 Cell = dict[str, Any]
-UNTUNED = ("onepass", "kbfgs", "kbfgsl", "kfac-untuned")
+UNTUNED = ("onepass", "onepass-kfac", "kbfgs", "kbfgsl", "kfac-untuned")
 _QUICK_STEPS = 2
 
 

@@ -72,6 +72,8 @@ _TRIED = (
     "computed",
     "computed-long",
     "computed-wide",
+    "computed-early",
+    "small-weights",
 )
 _SETS = ["untuned-choice.jsonl", "untuned-held-out.jsonl"]
 
@@ -81,6 +83,7 @@ PARTS = {
     "held-out": _set("held-out"),
     "robust": Part(DETAILS, ["untuned-robust.jsonl"], _one(robust.render)),
     "robust-two-pass": Part(DETAILS, ["untuned-robust-two-pass.jsonl"], _one(robust.render)),
+    "robust-one-pass-kfac": Part(DETAILS, ["untuned-robust-one-pass-kfac.jsonl"], _one(robust.render)),
     "robust-held-out": Part(DETAILS, ["untuned-robust-held-out.jsonl"], _one(robust.render)),
     "widths": Part(DETAILS, ["untuned-widths.jsonl"], _one(widths.render)),
     "autoencoder": Part(DETAILS, ["untuned-autoencoder.jsonl"], autoencoder_report.render, autoencoder_report.draw),

@@ -14,7 +14,7 @@ from workloads.lines import MOST, WIDTH, look
 
 Results = dict[str, Any]
 Losses = dict[str, dict[str, float]]  # by optimizer, then by problem
-_FIRST = ("onepass", "kbfgs", "kfac-untuned", "adam")  # lines that are drawn before all others, ours on top
+_FIRST = ("onepass", "onepass-kfac", "kfac-untuned", "adam")  # lines that are drawn before all others, ours on top
 _WIDEST = 1e3  # of a profile
 _AHEAD = ("soap", "muon")
 _WITHIN = 1.3  # of the best of these

@@ -21,6 +21,7 @@ from benchmarks.untuned.choice import CHOICE
 from benchmarks.untuned.data import Source
 from benchmarks.untuned.grids import Cell
 from benchmarks.untuned.grouped import GROUPED
+from benchmarks.untuned.held_out import HELD_OUT
 from benchmarks.untuned.log import Trial
 from benchmarks.untuned.protocol import loss
 from benchmarks.untuned.report import cost, failures, short
@@ -31,7 +32,7 @@ from benchmarks.untuned.working import record
 from kfqn_ext.optim.inverses import FisherInverse, MovingInverse
 from workloads.records import Record
 
-PROBLEMS = {**CHOICE, **GROUPED, **WIDE}
+PROBLEMS = {**CHOICE, **GROUPED, **WIDE, "coordinates": HELD_OUT["coordinates"]}
 _QUICK_STEPS = 2
 
 
@@ -83,6 +84,7 @@ _COMPUTED = {
     "H_G of Γ, p = 1/2": variants.computed(output_inverse=_ROOT),
     "H_A of A": variants.computed(input_inverse=_A),
     "both computed": variants.computed(input_inverse=_A, output_inverse=_G),
+    "both computed, Γ̂ from Γ̂": variants.computed(input_inverse=_A, output_inverse=variants.FisherFromFirst()),
     "both computed, p = 1/2": variants.computed(input_inverse=_A, output_inverse=_ROOT),
 }
 _KFAC_COMPUTED = {"KFAC, α = 0.4, ε = 0.1": default("kfac-untuned", 5, lr=0.4, damping=0.1)}
@@ -125,7 +127,19 @@ STUDIES = {
     "averaged-wide": Study(_AVERAGED, ("mlp-8", "ae-28"), steps=120),
     "computed": Study(_COMPUTED),
     "computed-long": Study({row: _COMPUTED[row] for row in ("both learned", "both computed")}, steps=800),
+    "computed-early": Study(
+        {row: _COMPUTED[row] for row in ("both learned", "both computed", "both computed, Γ̂ from Γ̂")},
+        ("ae-28",),
+        steps=60,
+    ),
     "computed-wide": Study({**_COMPUTED, **_KFAC_COMPUTED}, ("ae-28",), steps=120),
+    "small-weights": Study(
+        {
+            "both learned": variants.computed(),
+            **{f"{most} times its size": variants.by_own_size(most) for most in (2.0, 1.0, 0.5, 0.2)},
+        },
+        (*CHOICE, "coordinates"),
+    ),
     "long": Study(
         {
             **_ONE_PASS,

@@ -9,14 +9,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.untuned.entry import Entry, Optimizers, Setting, closure, loop, of_model
 from benchmarks.untuned.ours import OURS
 from benchmarks.untuned.training import Rate, cosine
-from kfqn_ext.extensions import FisherProducts, KBFGSQuantities
+from kfqn_ext.extensions import FisherProducts, KBFGSQuantities, KFACFactors
 from kfqn_ext.linalg.power_iteration import spectral_norms_
-from kfqn_ext.optim import KBFGS, KFAC, Minibatch, OnePassKBFGS
+from kfqn_ext.optim import KBFGS, KFAC, Minibatch, OnePassKBFGS, OnePassKFAC
 from kfqn_ext.optim.gate import Gate
 from kfqn_ext.optim.groups.schedules import burn_in
 from kfqn_ext.optim.inverses import FisherAction, FisherInverse, LargestTrace, SecantBFGS, StepHessianAction
@@ -45,7 +45,12 @@ FORMER: Setting = {"lr": 0.4, "damping": 0.3}
 """α and ε of the rows that ideas stand beside: the defaults, until some of these studies had shown better ones."""
 _FORMER_GROWTH = 10
 _FORMER_CELLS = {"input_inverse": StepHessianAction(decay=0.0, num_random=0)}
-_CLASSES: dict[str, Any] = {"onepass": OnePassKBFGS, "kbfgs": KBFGS, "kfac-untuned": KFAC}
+_CLASSES: dict[str, Any] = {
+    "onepass": OnePassKBFGS,
+    "onepass-kfac": OnePassKFAC,
+    "kbfgs": KBFGS,
+    "kfac-untuned": KFAC,
+}
 
 
 def _variant(
@@ -95,19 +100,26 @@ def _inverse_root(matrix: Tensor, damping: Tensor) -> Tensor:
 class FisherRoot(FisherInverse):
     """H_G = (Γ̂ + ε I)^(-1/2): the root of the inverse."""
 
-    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
-        super().start(state, like, measured, damping)
+    def update_inverse(self, state: State, damping: Tensor) -> None:  # noqa: D102
         state["H_G"] = _inverse_root(state["Gamma"], damping)
 
-    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        super().learn(states, seen, damping)
-        for state, value in zip(states, damping, strict=True):
-            state["H_G"] = _inverse_root(state["Gamma"], value)
+
+@dataclass(frozen=True)
+class FisherFromFirst(FisherInverse):
+    """Γ̂ starts from that of the first minibatch, not from I."""
+
+    starts_from: ClassVar[Kinds] = (KFACFactors,)
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        Gamma = measured[KFACFactors].Gamma
+        state["Gamma"] = Gamma / Gamma.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        self.update_inverse(state, damping)
 
 
 def computed(**cells: Any) -> Variant:
     """The default with other inverses; T = k / 5 at first."""
-    return _variant("onepass", 5, cells={"input_inverse": StepHessianAction(), **cells}, lr=0.4, damping=0.1)
+    learned = {"input_inverse": StepHessianAction(), "output_inverse": FisherAction()}
+    return _variant("onepass-kfac", 5, cells={**learned, **cells}, lr=0.4, damping=0.1)
 
 
 # ------------------------------------------------------------------ how long a step is
@@ -151,6 +163,32 @@ def exponent(power: float, least: float = 1.0) -> Variant:
 
 def each_group() -> Variant:
     return _one_pass(length=SignalToNoise(EachGroup()))
+
+
+def by_own_size(most: float, least: float = 0.01) -> Variant:
+    """A layer's rate falls where its weight is small: to ``most`` times the weight's size, in units of the step's.
+
+    The size is ‖W‖₂ of a random matrix with that root mean square of entries. ``least`` lets a zero weight begin.
+    """
+
+    def build(model: nn.Module) -> Optimizers:
+        layers = [list(m.parameters(recurse=False)) for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+        known = {p for layer in layers for p in layer}
+        rest = [p for p in model.parameters() if p not in known]
+        groups = [{"params": params} for params in (*layers, rest) if params]
+        return (OnePassKBFGS(model, groups, lr=0.4),)
+
+    def step(optimizers: Optimizers, batch: Minibatch) -> Tensor:
+        (optimizer,) = optimizers
+        for group in optimizer.param_groups:
+            W = group["params"][0]
+            if W.ndim > 1 and W in optimizer.state and "H_A" in optimizer.state[W]:
+                d_out, d_in = len(W), W[0].numel()
+                size = W.detach().square().mean().sqrt().item() * (math.sqrt(d_out) + math.sqrt(d_in))
+                group["lr"] *= min(1.0, most * size / max(1.0, math.sqrt(d_out / d_in)) + least)
+        return loop(optimizers, batch)
+
+    return Variant(Entry("one pass", build, step=step), {})
 
 
 # ------------------------------------------------------------------ rates over time

@@ -7,6 +7,7 @@ from kfqn_ext.optim.kbfgs20 import KBFGS20, KBFGSL20
 from kfqn_ext.optim.kfac import KFAC
 from kfqn_ext.optim.minibatch import Minibatch
 from kfqn_ext.optim.one_pass import OnePassKBFGS
+from kfqn_ext.optim.one_pass_kfac import OnePassKFAC
 from kfqn_ext.optim.optimizer import KroneckerOptimizer
 from kfqn_ext.optim.provable import ProvableKBFGSL, kappa_bounds, theorem_step_sizes
 from kfqn_ext.optim.recipe import Recipe, SecondPass
@@ -20,6 +21,7 @@ __all__ = [
     "KroneckerOptimizer",
     "Minibatch",
     "OnePassKBFGS",
+    "OnePassKFAC",
     "ProvableKBFGSL",
     "Recipe",
     "SecondPass",

@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 
 from kfqn_ext.optim.groups.hyperparameters import Shared, shows_all_keywords
 from kfqn_ext.optim.groups.schedules import QUICK_BURN_IN, Schedule
-from kfqn_ext.optim.inverses import FisherAction, FisherInverse, MovingInverse, StepHessianAction
+from kfqn_ext.optim.inverses import FisherAction, StepHessianAction
 from kfqn_ext.optim.optimizer import KroneckerOptimizer
 from kfqn_ext.optim.recipe import Recipe, SecondPass, untuned
 
@@ -20,10 +20,6 @@ class OnePassKBFGS(KroneckerOptimizer):
     H_A is learned as in K-BFGS, ``algo_8``, along more directions and averaged. H_G is learned from products with the
     minibatch's own Fisher factor Γ, in place of the changes that a step makes. So no second pass is needed, and no
     closure.
-
-    Two forms. The default, ``recipe``, learns H_A and H_G in d² operations a pair. ``recipe_computed`` forms A and Γ,
-    averages and inverts them, in d³ operations an update and with twice the state. They are KFAC's factors, but of the
-    data's targets. Its steps are better, and take longer where layers are wide.
 
     A backward pass that adds to ``.grad`` is measured when curvature is due, and nobody has to announce it. Gradient
     accumulation, clipping, gradient scalers and trainers work as with any ``torch.optim`` optimizer.
@@ -40,7 +36,6 @@ class OnePassKBFGS(KroneckerOptimizer):
     """
 
     recipe = untuned(Recipe(StepHessianAction(), FisherAction(), second_pass=SecondPass.NONE))
-    recipe_computed = untuned(Recipe(MovingInverse(), FisherInverse(), second_pass=SecondPass.NONE))
 
     def __init__(
         self,
@@ -62,7 +57,7 @@ class OnePassKBFGS(KroneckerOptimizer):
             damping: ε > 0, in units of each factor's mean eigenvalue.
             curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. T grows from 1 to
                 20 in 100 steps.
-            recipe: ``recipe_computed``, or changed cells: ``replace(OnePassKBFGS.recipe, ...)``.
+            recipe: Changed cells: ``replace(OnePassKBFGS.recipe, ...)``.
         """
         super().__init__(
             model,

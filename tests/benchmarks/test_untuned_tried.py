@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.untuned import tried, variants
 from benchmarks.untuned.entry import Optimizers
 from benchmarks.untuned.grouped import GROUPED
 from benchmarks.untuned.tried import STUDIES
 from benchmarks.untuned.variants import Reduction, Shaped
-from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
+from kfqn_ext.optim import KBFGS, Minibatch, OnePassKFAC
 from kfqn_ext.optim.gate import Gate
+from kfqn_ext.optim.inverses import FisherInverse
 from kfqn_ext.optim.lengths import Spectral, Step
 
 
@@ -40,8 +41,8 @@ def test_runs_of_a_study_can_go_to_another_process(name: str, monkeypatch: pytes
 def test_the_root_of_a_moving_average() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
-    recipe = replace(OnePassKBFGS.recipe_computed, output_inverse=variants.FisherRoot())
-    optimizer = OnePassKBFGS(model, recipe=recipe, curvature_update_freq=1, damping=0.1)
+    recipe = replace(OnePassKFAC.recipe, output_inverse=variants.FisherRoot())
+    optimizer = OnePassKFAC(model, recipe=recipe, stats_update_freq=1, inverse_update_freq=1)
     for _ in range(3):
         F.cross_entropy(model(torch.randn(16, 4, dtype=torch.float64)), torch.randint(3, (16,))).backward()
         optimizer.step()
@@ -49,6 +50,24 @@ def test_the_root_of_a_moving_average() -> None:
     state = optimizer.state[model.weight]
     product = state["H_G"] @ state["H_G"] @ (state["Gamma"] + 0.1 * torch.eye(3, dtype=torch.float64))
     torch.testing.assert_close(product, torch.eye(3, dtype=torch.float64))
+
+
+def test_a_moving_average_that_starts_from_the_first_minibatch() -> None:
+    """That one is then all of it, and else it is a tenth of it beside I."""
+    x, t = torch.randn(16, 4, dtype=torch.float64), torch.randint(3, (16,))
+
+    def Gamma_of(rule: FisherInverse) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).double()
+        optimizer = OnePassKFAC(model, recipe=replace(OnePassKFAC.recipe, output_inverse=rule))
+        F.cross_entropy(model(x), t).backward()
+        optimizer.step()
+        Gamma: Tensor = optimizer.state[model.weight]["Gamma"]
+        return Gamma
+
+    first = Gamma_of(variants.FisherFromFirst())
+    torch.testing.assert_close(first.trace().item(), 3.0)
+    torch.testing.assert_close(Gamma_of(FisherInverse()), 0.9 * torch.eye(3, dtype=torch.float64) + 0.1 * first)
 
 
 def steps_of(*shapes: tuple[int, ...]) -> list[Step]:

@@ -46,7 +46,7 @@ ROWS = (
     "KBFGS, untuned",
     "KFAC, untuned",
     "OnePassKBFGS",
-    "OnePassKBFGS, computed",
+    "OnePassKFAC",
 )
 
 
@@ -270,7 +270,7 @@ def options_of_the_wrapper(ranks: int, option: str) -> None:
     pair.check()
 
 
-@case("KBFGS", "KFAC", "OnePassKBFGS", "OnePassKBFGS, computed", "KBFGS, untuned")
+@case("KBFGS", "KFAC", "OnePassKBFGS", "OnePassKFAC", "KBFGS, untuned")
 def unequal_shares_with_scaled_losses(ranks: int, row: str) -> None:
     pair = Pair.of(row, "cnn")
     by_closure(pair, "cnn", unequal_shares(ranks))
@@ -716,7 +716,7 @@ def saved_by_several_and_loaded_by_one(ranks: int) -> None:
 
 SHARDED = (
     "KBFGS", "KBFGSL", "KBFGS20", "KFAC", "KFAC as printed", "KBFGS, untuned", "KFAC, untuned", "L-BFGS for both",
-    "one pass", "trace split", "OnePassKBFGS", "OnePassKBFGS, computed",
+    "one pass", "trace split", "OnePassKBFGS", "OnePassKFAC",
 )  # fmt: skip
 
 

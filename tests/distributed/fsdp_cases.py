@@ -186,7 +186,7 @@ ROWS_OF_STEPS = {
     "KFAC, untuned": ("whole",),
     "KBFGSL": ("by block",),
     "OnePassKBFGS": ("whole", "by layer"),
-    "OnePassKBFGS, computed": ("by layer",),
+    "OnePassKFAC": ("by layer",),
 }
 
 

@@ -24,6 +24,7 @@ from kfqn_ext.optim import (
     KFAC,
     KroneckerOptimizer,
     OnePassKBFGS,
+    OnePassKFAC,
     ProvableKBFGSL,
     running_mean,
 )
@@ -248,10 +249,10 @@ FAMILY: dict[str, Member] = {
     "KBFGS, untuned": Member(KBFGS),
     "KBFGSL, untuned": Member(KBFGSL, {"history_size": 2}),
     "OnePassKBFGS": Member(OnePassKBFGS),
-    "OnePassKBFGS, computed": Member(OnePassKBFGS, {"recipe": OnePassKBFGS.recipe_computed}),
+    "OnePassKFAC": Member(OnePassKFAC, {"inverse_update_freq": 1}, T="stats_update_freq"),
     "KFAC, untuned": Member(KFAC, {"inverse_update_freq": 1}, T="stats_update_freq"),
 }
-ONE_PER_CLASS = ("KBFGS", "KBFGSL", "KBFGS20", "KBFGSL20", "ProvableKBFGSL", "KFAC", "OnePassKBFGS")
+ONE_PER_CLASS = ("KBFGS", "KBFGSL", "KBFGS20", "KBFGSL20", "ProvableKBFGSL", "KFAC", "OnePassKBFGS", "OnePassKFAC")
 
 
 def rows(holds: Callable[[Member], bool]) -> list[str]:

@@ -179,7 +179,7 @@ class UntunedComputed(UntunedOnePass):
 
     def initial(self, layer: ref.Layer, A: Tensor) -> Any:
         st: Any = super().initial(layer, A)
-        st.A, st.Gamma = layer.A, in_own_units(layer.Gamma)
+        st.A, st.Gamma = layer.A, identity_like(layer.Gamma)
         st.H_G = st.H_G0 = ref.damped_inverse(st.Gamma, st.lambda_G)
         return st
 
@@ -261,7 +261,7 @@ TWINS: dict[str, Twin] = {
     "KBFGSL, untuned": twin_of(UntunedKBFGS, momentum=0.8, memory=2),
     "KFAC, untuned": twin_of(UntunedKFAC, momentum=0.8, order="statistics_first"),
     "OnePassKBFGS": twin_of(UntunedOnePass, momentum=0.8),
-    "OnePassKBFGS, computed": twin_of(UntunedComputed, momentum=0.8),
+    "OnePassKFAC": twin_of(UntunedComputed, momentum=0.8),
     "KBFGS20": twin_of(**OLD),
     "KBFGSL20": twin_of(**OLD, memory=2),
     "ProvableKBFGSL": twin_of(ref.ReferenceProvable, split="equal", memory=3),

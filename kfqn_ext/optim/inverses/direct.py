@@ -47,6 +47,7 @@ class MovingInverse(InputInverse):
     decay: Decay = 0.9
     first: ClassVar[Kinds] = (KFACFactors,)  # as FisherInverse: A is formed once for both
     starts_from: ClassVar[Kinds] = (KFACFactors,)
+    recomputed: ClassVar[tuple[str, ...]] = ("H_A",)
 
     def __post_init__(self) -> None:
         """Check β."""
@@ -54,12 +55,14 @@ class MovingInverse(InputInverse):
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
         state["A"] = measured[KFACFactors].Omega
-        state["H_A"] = damped_inverse(state["A"], damping)
+        self.update_inverse(state, damping)
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        for state, measured, value in zip(states, seen.first, damping, strict=True):
+        for state, measured in zip(states, seen.first, strict=True):
             move_towards(state["A"], measured[KFACFactors].Omega, self.decay, seen)
-            state["H_A"] = damped_inverse(state["A"], value)
+
+    def update_inverse(self, state: State, damping: Tensor) -> None:  # noqa: D102
+        state["H_A"] = damped_inverse(state["A"], damping)
 
 
 @dataclass(frozen=True)
@@ -70,27 +73,32 @@ class FisherInverse(OutputInverse):
     over data and locations of ∂h ∂hᵀ, with ∂h of each datum's own loss. These gradients vanish with the
     loss, and Γ with them; Γ̂ does not, and neither the loss's scale nor a gradient scaler's is in it.
 
+    Γ̂ starts from I. At first all data's gradients point the same way, and the inverse of their own Γ alone would undo
+    the very direction in which the loss falls.
+
     Attributes:
         decay: β in Γ̂ ← βΓ̂ + (1 - β) Γ̂ of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
     """
 
     decay: Decay = 0.9
     first: ClassVar[Kinds] = (KFACFactors,)
-    starts_from: ClassVar[Kinds] = (KFACFactors,)
     in_own_units: ClassVar[bool] = True
+    recomputed: ClassVar[tuple[str, ...]] = ("H_G",)
 
     def __post_init__(self) -> None:
         """Check β."""
         check_decay(self.decay)
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
-        state["Gamma"] = _in_own_units(measured[KFACFactors].Gamma)
-        state["H_G"] = damped_inverse(state["Gamma"], damping)
+        state["Gamma"] = torch.diag_embed(torch.ones_like(like)).contiguous()
+        self.update_inverse(state, damping)
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        for state, measured, value in zip(states, seen.first, damping, strict=True):
+        for state, measured in zip(states, seen.first, strict=True):
             move_towards(state["Gamma"], _in_own_units(measured[KFACFactors].Gamma), self.decay, seen)
-            state["H_G"] = damped_inverse(state["Gamma"], value)
+
+    def update_inverse(self, state: State, damping: Tensor) -> None:  # noqa: D102
+        state["H_G"] = damped_inverse(state["Gamma"], damping)
 
 
 def _in_own_units(Gamma: Tensor) -> Tensor:
