@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import targets
 from benchmarks.untuned.pages import PAGE as ANSWER
 from benchmarks.untuned.pages import PARTS, ROOT
 
@@ -256,10 +257,15 @@ def test_what_computed_inverses_gain_on_the_seven_problems() -> None:
 
 
 def test_what_a_step_takes() -> None:
-    (problem,) = json.loads((ROOT / "results/untuned-step.jsonl").read_text())["problems"].values()
-    times = {row["row"]: f"{row['time']:.2f}" for row in problem["rows"]}
-    own, adamw = times["one-pass K-BFGS without tuning, T = 20"], times["AdamW"]
-    assert f"On a ResNet32 its step takes {own} times SGD-m's, and AdamW's {adamw} times" in WORDS
+    problems = json.loads((ROOT / "results/untuned-step.jsonl").read_text())["problems"]
+    own, kfac, adamw = "one-pass K-BFGS without tuning, T = 20", "one-pass KFAC without tuning, T = 20", "AdamW"
+    of_resnet, of_autoencoder = (
+        [f"{targets.row(problems[name], title)['time']:.2f}" for title in (own, kfac, adamw)]
+        for name in ("resnet32", "autoencoder")
+    )
+    words = "its step takes {} times SGD-m's, that of `OnePassKFAC` {} times, and AdamW's {} times"
+    assert f"On a ResNet32 {words.format(*of_resnet)}." in WORDS
+    assert "On the MNIST autoencoder these are {}, {} and {}".format(*of_autoencoder) in WORDS
     seconds = [  # in multiples of Adam's, geometric means over the problems of a set and a length
         math.exp(fmean(math.log(cell["seconds"] / adam[cell["problem"]]) for cell in cells))
         for results in SETS
