@@ -17,9 +17,10 @@ from kfqn_ext.optim.recipe import Recipe, SecondPass, untuned
 class OnePassKFAC(KroneckerOptimizer):
     """KFAC with the data's own targets, from the pass that training runs anyway: ``loss.backward(); optimizer.step()``.
 
-    A and Γ are formed, averaged and inverted, as in :class:`KFAC`. But Γ is of the minibatch's own gradients, in units
-    of its mean eigenvalue, and no targets are sampled: the "empirical" Fisher factor. So no second pass is needed, no
-    closure, and any loss will do.
+    ``algo_1`` but for its targets. A, [*B, d_in, d_in], is a mean over data of sums over locations, and Γ,
+    [*B, d_out, d_out], one over data and locations. Both are averaged over minibatches and inverted, as in
+    :class:`KFAC`. But Γ is of the minibatch's own gradients, in units of its mean eigenvalue: the "empirical" Fisher
+    factor. No targets are sampled, so that no second pass is needed, no closure, and any loss will do.
 
     :class:`OnePassKBFGS` learns both inverses in d² operations an update. Here an update takes d³, and the state is
     twice as large. Where layers are wide that costs more time; on small networks it is as fast, and the loss ends

@@ -83,6 +83,15 @@ def test_on_how_many_it_is_near_the_better_of_soap_and_muon() -> None:
     assert f"Its loss is at most 1.3 times theirs on {computed[0]} after 200 steps, and on {computed[1]} after" in WORDS
 
 
+def test_on_how_many_one_pass_kfac_ends_lower() -> None:
+    def lower(results: dict[str, Any], problem: str, own: list[float]) -> bool:
+        return fmean(own) < fmean(found(results, "onepass", 200)[problem])
+
+    assert count(200, lower, row="onepass-kfac") == "13 of 14"
+    words = "After 200 steps `OnePassKFAC(model)` ends lower than it on thirteen"
+    assert words in " ".join((ROOT / "README.md").read_text().split())
+
+
 def test_on_how_many_it_is_better_in_the_same_seconds() -> None:
     def better(steps: int, row: str = "onepass") -> str:
         def holds(results: dict[str, Any], problem: str, own: list[float]) -> bool:
