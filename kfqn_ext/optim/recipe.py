@@ -137,7 +137,8 @@ class Recipe:
     @property
     def _traces(self) -> tuple[Kind, ...]:
         """What measures the traces, where the split needs them and the rules do not keep the factors themselves."""
-        known = all(type(rule).trace is not Inverse.trace for rule in self._rules)
+        read: tuple[Inverse, ...] = (self.input_inverse,) if self.output_inverse.in_own_units else self._rules
+        known = all(type(rule).trace is not Inverse.trace for rule in read)
         kind = InputTraces if self.output_inverse.in_own_units else FactorTraces
         return (kind,) if splits.reads_traces(self.split) and not known else ()
 

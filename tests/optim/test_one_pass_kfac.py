@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfqn_ext import OnePassKBFGS, OnePassKFAC
+from kfqn_ext import KFACFactors, OnePassKBFGS, OnePassKFAC
 
 
 def test_it_trains_digits_better_than_the_learned_form() -> None:
@@ -48,3 +48,8 @@ def test_inverses_are_recomputed_when_they_are_due() -> None:
     moved = [tuple(not torch.equal(*pair) for pair in zip(*two, strict=True)) for two in pairwise(kept)]
     assert [k for k, (A, _) in enumerate(moved, start=2) if A] == [2, 4, 6, 8]
     assert [k for k, (_, H) in enumerate(moved, start=2) if H] == [4, 8]
+
+
+def test_a_due_pass_measures_each_layer_once() -> None:
+    """The damping's trace is that of the A that is kept: no second extension reads the inputs."""
+    assert OnePassKFAC.recipe.first == {KFACFactors}

@@ -64,6 +64,9 @@ class MovingInverse(InputInverse):
     def update_inverse(self, state: State, damping: Tensor) -> None:  # noqa: D102
         state["H_A"] = damped_inverse(state["A"], damping)
 
+    def trace(self, state: State) -> Tensor | None:  # noqa: D102
+        return _mean_eigenvalue(state["A"])
+
 
 @dataclass(frozen=True)
 class FisherInverse(OutputInverse):
