@@ -255,11 +255,16 @@ def tensors_in(tree: Any) -> list[Tensor]:
 # ------------------------------------------------------------------ tensors that are divided among processes
 
 
+_WHOLE = (Tensor, nn.Parameter)
+
+
 def is_divided(t: Any) -> bool:
     """Whether a tensor is one of ``torch.distributed.tensor``, of which each process holds a part.
 
     Nobody has one before that module is imported, which takes a second.
     """
+    if type(t) in _WHOLE:  # asked of each parameter many times a step
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 
@@ -344,6 +349,11 @@ def finder_of_gradients(model: nn.Module) -> Callable[[nn.Module], bool]:
 
 
 # ------------------------------------------------------------------ devices
+
+
+def is_on_host(t: Tensor) -> bool:
+    """Whether nobody has to wait for a tensor's numbers."""
+    return t.device.type == "cpu"
 
 
 @cache

@@ -16,7 +16,7 @@ from kfqn_ext.geometry import LayerGeometry, geometry_of
 T = TypeVar("T")
 CALL = "_kfqn_call"
 SHARED = "_kfqn_shared"
-_PLAIN = (int, float, bool, str, tuple)
+_PLAIN = frozenset((int, float, bool, str, tuple))
 
 
 class Call:

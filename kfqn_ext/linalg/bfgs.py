@@ -12,10 +12,10 @@ from kfqn_ext.linalg.pairs import RESOLUTION, dot, shortened, unit_pair
 _GROWTH = 100.0
 
 
-def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tensor:
-    """Update approximate inverses of several sizes in place, so that each maps its y to its s.
+def bfgs_updates_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tensor:
+    """Update approximate inverses of several sizes in place by k pairs, one after the other.
 
-    With ρ = 1 / sᵀy::
+    Each pair makes H map its y to its s. With ρ = 1 / sᵀy::
 
         H⁺ = (I - ρ s yᵀ) H (I - ρ y sᵀ) + ρ s sᵀ
 
@@ -34,14 +34,19 @@ def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tenso
 
     Args:
         inverses: L symmetric positive definite matrices H, [*B, d_i, d_i]. Overwritten.
-        s: Steps, [L, *B, d], padded: ``kfqn_ext.linalg.padded.stack``.
-        y: Changes of the gradients along them, [L, *B, d], padded.
+        s: Steps, [k, L, *B, d], padded: ``kfqn_ext.linalg.padded.stack``.
+        y: Changes of the gradients along them, [k, L, *B, d], padded.
 
     Returns:
-        Which pairs were kept, bool [L, *B].
+        Which pairs were kept, bool [k, L, *B].
     """
     diagonal = stack(H.diagonal(dim1=-2, dim2=-1) for H in inverses)
-    s, y, kept = unit_pair(s, y, diagonal)
+    usable = [_update_each_(inverses, diagonal, *pair) for pair in zip(*unit_pair(s, y), strict=True)]
+    return torch.stack(usable).squeeze(-1)
+
+
+def _update_each_(inverses: Sequence[Tensor], diagonal: Tensor, s: Tensor, y: Tensor, kept: Tensor) -> Tensor:
+    """Update by one pair with sᵀy = 1, or by zeros where it is not kept, [L, *B, d]; and the diagonals of all, too."""
     s, y = shortened(s, y, _GROWTH * diagonal.sum(-1, keepdim=True))
     Hy = times_each(inverses, y)
     yHy = dot(y, Hy)
@@ -53,7 +58,13 @@ def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tenso
     q, p = (torch.where(usable, v, 0.0) for v in rank_one_terms(s, Hy, yHy))
     sizes = [H.shape[-1] for H in inverses]
     add_terms_(inverses, unstack(q, sizes), unstack(p, sizes))
-    return usable.squeeze(-1)
+    diagonal.addcmul_(q, q, value=-1).addcmul_(p, p)
+    return usable
+
+
+def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tensor:
+    """Update by one pair each: :func:`bfgs_updates_each_` for s and y [L, *B, d]; return which were kept, [L, *B]."""
+    return bfgs_updates_each_(inverses, s.unsqueeze(0), y.unsqueeze(0)).squeeze(0)
 
 
 def rank_one_terms(s: Tensor, Hy: Tensor, yHy: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +92,7 @@ def add_terms_(inverses: Sequence[Tensor], q: Sequence[Tensor], p: Sequence[Tens
 
 
 def bfgs_update_(H: Tensor, s: Tensor, y: Tensor) -> Tensor:
-    """Update one approximate inverse in place; see :func:`bfgs_update_each_`.
+    """Update one approximate inverse in place; see :func:`bfgs_updates_each_`.
 
     Args:
         H: Symmetric positive definite, [*B, d, d]. Overwritten.

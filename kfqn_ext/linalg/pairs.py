@@ -30,32 +30,40 @@ def common_scale(s: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return s / size, y / size
 
 
-def unit_pair(s: Tensor, y: Tensor, size_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rescale a pair to sᵀy = 1, or empty it where it would spoil a positive definite matrix.
+def unit_pair(s: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rescale a pair to sᵀy = 1, or empty it.
 
-    A pair is kept where it is finite, where its curvature sᵀy is positive beyond the rounding error of the
-    product, and where the curvature yᵀy / sᵀy that it brings can be told from zero beside H in this dtype.
+    A pair is kept where it is finite, and where its curvature sᵀy is positive beyond the rounding error of the product.
 
     Args:
         s: Steps, [*B, d].
         y: Changes of the gradient along them, [*B, d].
-        size_H: Size of the matrix to be updated: its diagonal, [*B, d], or a lower bound on its spectral norm, [*B, 1].
 
     Returns:
         ``(s, y, kept)`` with shapes [*B, d], [*B, d] and [*B, 1]; s = y = 0 where ``kept`` is false.
     """
-    eps = torch.finfo(s.dtype).eps
+    precision = torch.finfo(s.dtype)
     s, y = common_scale(s, y)
     sy, ss, yy = dot(s, y), dot(s, s), dot(y, y)
-    kept = sy > _SIGNIFICANCE * eps * ss.sqrt() * yy.sqrt()
-    change = dot(y, size_H * y)
-    kept &= RESOLUTION * eps * change < sy
+    kept = sy > _SIGNIFICANCE * precision.eps * ss.sqrt() * yy.sqrt()
     # A pair of length 1 whose curvature is below the smallest normal number has no usable 1 / sᵀy.
-    kept &= sy > torch.finfo(s.dtype).tiny
-    kept &= torch.isfinite(ss + yy + change)
+    kept &= (sy > precision.tiny) & torch.isfinite(ss + yy)
     rho = torch.where(kept, sy, 1.0).rsqrt()
     # Not a product with `kept`: 0 · NaN is NaN.
     return torch.where(kept, s * rho, 0.0), torch.where(kept, y * rho, 0.0), kept
+
+
+def unit_pair_beside(s: Tensor, y: Tensor, size_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, but keep a pair only where the curvature yᵀy / sᵀy that it brings can be told from zero beside H.
+
+    Args:
+        s: Steps, [*B, d].
+        y: Changes of the gradient along them, [*B, d].
+        size_H: A lower bound on the spectral norm of the matrix to be updated, [*B, 1].
+    """
+    s, y, kept = unit_pair(s, y)
+    kept = kept & (RESOLUTION * torch.finfo(s.dtype).eps * dot(y, size_H * y) < 1)
+    return torch.where(kept, s, 0.0), torch.where(kept, y, 0.0), kept
 
 
 def shortened(s: Tensor, y: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,11 +48,10 @@ def spectral_norms_(matrices: Sequence[Tensor], vectors: Sequence[Tensor], keep:
 def _iterate(matrices: Sequence[Tensor], vectors: Sequence[Tensor], keep: Tensor) -> Tensor:
     images = [times(P, u) for P, u in zip(matrices, vectors, strict=True)]
     back = stack(times(P.mT, v) for P, v in zip(matrices, images, strict=True))
-    before = torch.linalg.vector_norm(stack(images), dim=-1)
     after = torch.linalg.vector_norm(back, dim=-1)
-    usable = torch.isfinite(after) & (before > 0) & (after > 0)
-    better = back / torch.where(usable, after, 1.0).unsqueeze(-1)
-    better = torch.where((usable & ~keep).unsqueeze(-1), better, stack(vectors))
+    norms = after / torch.linalg.vector_norm(stack(images), dim=-1)  # NaN for 0 / 0
+    usable = torch.isfinite(norms) & (after > 0)
+    better = torch.where((usable & ~keep).unsqueeze(-1), back / after.unsqueeze(-1), stack(vectors))
     torch._foreach_copy_(list(vectors), unstack(better, [u.shape[-1] for u in vectors]))
-    norms = torch.where(usable, after / torch.where(usable, before, 1.0), 0.0)
+    norms = torch.where(usable, norms, 0.0)
     return norms if norms.ndim == 1 else norms.flatten(1).amax(1)

@@ -20,7 +20,7 @@ from kfqn_ext.optim.lengths import Step, StepLength
 from kfqn_ext.optim.moves import Move, apply, from_owners, shortening, squared_length
 from kfqn_ext.optim.numbers import as_real
 from kfqn_ext.optim.others import Other, Others
-from kfqn_ext.optim.preconditioner.block import is_elsewhere, is_started, kin, momentum
+from kfqn_ext.optim.preconditioner.block import is_elsewhere, is_started, momentum
 from kfqn_ext.optim.preconditioner.owners import Owners
 from kfqn_ext.optim.recipe import Recipe
 
@@ -61,7 +61,8 @@ def descend(
         limit: Bound on the squared length of the whole step in the preconditioned norm, []; None for none.
         owners: Who finds the moves of layers with curvature.
     """
-    gate, shrinks, shared = Gate(finite), _shrinks(groups), _shared(groups, state, plan, owners)
+    gate, shrinks = Gate(finite), _shrinks(groups)
+    shared = _shared(groups, state, plan, owners) if owners.several else {}
     grads, moving = _gradients(groups, plan, owners), _moving_here(groups, state, plan, owners)
     for group in groups:
         _forget(_idle_momenta(group, moving), gate)
@@ -76,8 +77,7 @@ def descend(
     if limit is not None:
         shorten = shortening(squared_length(moves, shared, owners), limit)
         moves = [replace(move, rate=move.rate * shorten) for move in moves]
-    for move in from_owners(moves, shared, owners, shrinks, gate):
-        apply(move, gate)
+    apply(from_owners(moves, shared, owners, shrinks, gate), gate)
 
 
 # ------------------------------------------------------------------ which momentum is whose
@@ -186,11 +186,8 @@ def _accumulate(momenta: Sequence[tuple[Tensor, Tensor]], group: Group, gate: Ga
         kinds.setdefault((M.device, M.dtype, grad.dtype, M.is_contiguous()), []).append((M, grad))
     for pairs in kinds.values():
         Ms = [M for M, _ in pairs]
-        # 0 · NaN is NaN; and of a batch that is not finite the other gradients don't count either.
-        grads = [torch.nan_to_num(grad) for _, grad in pairs]
-        torch._foreach_mul_(grads, gate.choose(1.0, 0.0, grads[0]))
         torch._foreach_mul_(Ms, gate.choose(group["momentum"], 1.0, Ms[0]))
-        torch._foreach_add_(Ms, grads)
+        torch._foreach_add_(Ms, gate.gradients([grad for _, grad in pairs]))
         if group["step"] % _FLUSH_EVERY == 0:
             for M in Ms:
                 flush_(M)
@@ -266,13 +263,13 @@ def _moves_of_others(
 
 
 def _moves_of_layers(ready: Sequence[_Ready], rule: StepLength, shrinks: Shrinks, gate: Gate) -> Iterator[Move]:
-    """Moves of layers; the lengths of all that are akin are found together."""
-    akin: dict[Any, list[_Ready]] = {}
+    """Moves of layers; the lengths of all that are on one device and in one dtype are found together."""
+    together: dict[Any, list[_Ready]] = {}
     for one in ready:
-        akin.setdefault(kin(one.moving.layer), []).append(one)
-    for members in akin.values():
+        together.setdefault((one.moving.M.device, one.moving.M.dtype), []).append(one)
+    for members in together.values():
         found = rule.scales([one.step for one in members], gate)
-        scales = [None] * len(members) if found is None else found.unbind()
+        scales = [None] * len(members) if found is None else gate.numbers(found)
         for one, scale in zip(members, scales, strict=True):
             yield from _moves_of_layer(one, one.group["lr"] if scale is None else one.group["lr"] * scale, shrinks)
 

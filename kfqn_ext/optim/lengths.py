@@ -4,14 +4,17 @@ The paper's step is αP: its length follows from H_A, H_G and M, and so from the
 curvature is known. A length can also be *set*: then α says how long the step is, and P only where it goes.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kfqn_ext._torch import is_on_host
 from kfqn_ext.linalg.power_iteration import spectral_norms_, start_vector
 from kfqn_ext.optim.gate import Gate
 from kfqn_ext.optim.inverses.base import State
@@ -56,7 +59,7 @@ class StepLength:
         """What each direction is multiplied with, beside α.
 
         Args:
-            steps: Those of L layers of one device and dtype, with one *B.
+            steps: Those of L layers of one device and dtype.
             gate: Says whether the minibatch is finite; where it is not, states stay as they are.
 
         Returns:
@@ -90,15 +93,27 @@ class Spectral(StepLength):
         state["u"] = start_vector(like.flatten(0, -2)[0], like.shape[:-2])
 
     def scales(self, steps: Sequence[Step], gate: Gate) -> Tensor | None:  # noqa: D102
-        directions, closed = [step.direction for step in steps], gate.closed(steps[0].direction)
+        closed = gate.closed(steps[0].direction)
+        akin: defaultdict[Any, list[int]] = defaultdict(list)  # blocks stand beside blocks of the same shape alone
+        for i, step in enumerate(steps):
+            akin[tuple(step.direction.shape) if step.direction.ndim > 2 else ()].append(i)
+        found = [self._norms([steps[i] for i in members], closed) for members in akin.values()]
+        if len(found) == 1:
+            norms = found[0]
+        else:
+            by_place = dict(zip(chain(*akin.values()), chain(*(norms.unbind() for norms in found)), strict=True))
+            norms = torch.stack([by_place[i] for i in range(len(steps))])
+        return _times(norms, [max(1.0, sqrt(step.direction.shape[-2] / step.direction.shape[-1])) for step in steps])
+
+    def _norms(self, steps: Sequence[Step], closed: Tensor) -> Tensor:
+        """‖P‖₂ of layers that stand beside each other, [L]."""
         new = [step for step in steps if "u" not in step.state]
         for step in new:
             self.start(step.state, step.momentum)
         if new:
             first = [step.direction for step in new], [step.state["u"] for step in new]
             spectral_norms_(*first, closed, _FIRST_ITERATIONS)
-        norms = spectral_norms_(directions, [step.state["u"] for step in steps], closed)
-        return _times(norms, [max(1.0, sqrt(P.shape[-2] / P.shape[-1])) for P in directions])
+        return spectral_norms_([step.direction for step in steps], [step.state["u"] for step in steps], closed)
 
 
 @dataclass(frozen=True)
@@ -172,7 +187,7 @@ class SignalToNoise(StepLength):
             ),
             dim=1,
         )
-        after = torch.where(gate.closed(M), before, after)
+        after = gate.kept(before, after)
         torch._foreach_copy_(kept, after.unbind())
         square, weight, weight_of_M = after.clamp(min=torch.finfo(M.dtype).tiny).unbind(1)
         return (M / weight_of_M / (square / weight).sqrt()).clamp(max=1.0)
@@ -195,4 +210,6 @@ def _each(values: Tensor, factors: Sequence[float]) -> Tensor:
     """Multiply each entry with a number of the host, without a copy that a device would wait for."""
     if len(set(factors)) == 1:
         return values * factors[0]
+    if is_on_host(values):
+        return values * values.new_tensor(factors)
     return torch.stack(torch._foreach_mul(values.unbind(), list(factors)))

@@ -1,6 +1,7 @@
 """A parameter's step, as it is taken: found here, or by the process that keeps the state of its layer."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,10 +92,24 @@ def _step(p: Tensor, move: Move | None, gate: Gate) -> Tensor:
     return move.direction * gate.choose(move.rate, 0.0, move.direction)
 
 
-def apply(move: Move, gate: Gate) -> None:
-    """Take a move, unless the batch is not finite."""
-    p = as_real(rows_of(move.parameter))
-    if isinstance(move.shrink, Tensor) or move.shrink != 1.0:
-        p.mul_(gate.choose(move.shrink, 1.0, p))
-    # A direction comes from M, which is finite whatever the batch was: a rate of zero leaves p alone.
-    p.addcmul_(move.direction, gate.choose(move.rate, 0.0, move.direction), value=-1.0)
+def apply(moves: Iterable[Move], gate: Gate) -> None:
+    """Take moves, unless the batch is not finite; those with one pair of numbers δ, r in two operations."""
+    together: defaultdict[tuple[float, float], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for move in moves:
+        p = as_real(rows_of(move.parameter))
+        # A direction comes from M, which is finite whatever the batch was: a rate of zero leaves p alone.
+        shrink, rate = gate.choose(move.shrink, 1.0, p), gate.choose(move.rate, 0.0, move.direction)
+        if isinstance(shrink, Tensor) or isinstance(rate, Tensor):
+            if isinstance(move.shrink, Tensor) or move.shrink != 1.0:
+                p.mul_(shrink)
+            if isinstance(rate, Tensor):
+                p.addcmul_(move.direction, rate, value=-1.0)
+            else:
+                p.add_(move.direction, alpha=-rate)
+        else:
+            together[shrink, rate].append((p, move.direction))
+    for (shrink, rate), pairs in together.items():
+        parameters, directions = zip(*pairs, strict=True)
+        if shrink != 1.0:
+            torch._foreach_mul_(parameters, shrink)
+        torch._foreach_add_(parameters, directions, alpha=-rate)

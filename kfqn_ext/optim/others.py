@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +32,7 @@ class Other:
     kept: Tensor
     state: State
 
-    @property
+    @cached_property
     def momentum(self) -> Tensor:
         """M, or the rows of it that are here; of a complex one, [..., 2]."""
         return as_real(rows_of(self.kept))
@@ -143,9 +144,8 @@ class AdamW(Others):
     def _directions(self, others: Sequence[Other], beta1: float, gate: Gate) -> Sequence[Tensor]:
         """Those of parameters on one device and in one dtype."""
         momenta, like = [other.momentum for other in others], others[0].momentum
-        # Closed before they are squared: 0 · NaN is NaN, and the largest number's square is infinite.
-        grads = [torch.nan_to_num(as_real(other.grad).to(like.dtype)) for other in others]
-        torch._foreach_mul_(grads, gate.choose(1.0, 0.0, like))
+        # Closed before they are squared: the largest number's square is infinite.
+        grads = gate.gradients([as_real(other.grad).to(like.dtype) for other in others])
         for other, g in zip(others, grads, strict=True):
             if "exp_avg_sq" not in other.state:
                 self.start(other.state, as_real(other.kept))
@@ -157,9 +157,9 @@ class AdamW(Others):
         torch._foreach_addcmul_(squares, grads, grads, value=1.0 - self.beta2)
         first, second = self._weigh([other.state["weights"] for other in others], beta1, gate)
         sizes = torch._foreach_sqrt(squares)
-        torch._foreach_div_(sizes, second.sqrt().unbind())
+        torch._foreach_div_(sizes, gate.numbers(second.sqrt()))
         torch._foreach_add_(sizes, self.eps)
-        torch._foreach_mul_(sizes, first.unbind())
+        torch._foreach_mul_(sizes, gate.numbers(first))
         return torch._foreach_div(momenta, sizes)
 
     def _weigh(self, kept: Sequence[Tensor], beta1: float, gate: Gate) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ class AdamW(Others):
         before = torch.stack(list(kept))
         first, second = before.unbind(1)
         after = torch.stack((beta1 * first + 1.0, self.beta2 * second + (1.0 - self.beta2)), dim=1)
-        after = torch.where(gate.closed(after), before, after)
+        after = gate.kept(before, after)
         torch._foreach_copy_(list(kept), after.unbind())
         first, second = torch.where(after > 0, after, 1.0).unbind(1)  # zero before any finite minibatch
         return first, second

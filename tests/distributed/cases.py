@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfqn_ext.linalg import damped_inverse
-from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS
+from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS, gate
 from kfqn_ext.optim.inverses import FisherAction, direct, hessian_action
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import snapshot
@@ -550,7 +550,8 @@ def reads() -> Iterator[list[str]]:
     """Every place where the host waits for a device in the body, were there one: by one number, or by several."""
     with pytest.MonkeyPatch.context() as patch, Reads(set()) as mode:
         patch.setattr(LateWarning, "_read", lambda self, flag: None)  # on a GPU it has arrived by then
-        patch.setattr(snapshot, "is_on_host", lambda t: False)
+        for module in (snapshot, gate):
+            patch.setattr(module, "is_on_host", lambda t: False)
         tolist, as_float = Tensor.tolist, Tensor.__float__
         patch.setattr(Tensor, "tolist", lambda t: (mode.found.append("tolist"), tolist(t))[1])
         # |T| of a layer, which lives on the host and in float32; all else is in float64 here

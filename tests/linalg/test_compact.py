@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfqn_ext.linalg import compact_matrix, compact_middle, compact_product, dense_from_pairs, powell_lm
 from kfqn_ext.linalg.compact import push_unit_pair
-from kfqn_ext.linalg.pairs import unit_pair
+from kfqn_ext.linalg.pairs import unit_pair_beside
 from tests import reference as ref
 from tests.cases import FEW_EXAMPLES, assert_close
 
@@ -26,7 +26,7 @@ def good_pair(*shape: int) -> tuple[Tensor, Tensor]:
 
 def push(pairs: Tensor, s: Tensor, y: Tensor, norm_H: Tensor) -> tuple[Tensor, Tensor]:
     """As the limited-memory sides do: rescale or empty, append where usable; and where that was, bool [*B]."""
-    s, y, kept = unit_pair(s, y, norm_H)
+    s, y, kept = unit_pair_beside(s, y, norm_H)
     return push_unit_pair(pairs, s, y, kept), kept.squeeze(-1)
 
 

@@ -18,7 +18,7 @@ from kfqn_ext.linalg import (
     powell_lm,
 )
 from kfqn_ext.linalg.compact import push_unit_pair
-from kfqn_ext.linalg.pairs import dot, unit_pair
+from kfqn_ext.linalg.pairs import dot, unit_pair_beside
 from tests import reference as ref
 from tests.cases import FEW_EXAMPLES, assert_close
 
@@ -123,7 +123,7 @@ def test_lemma_5_bounds_the_limited_memory_matrix(mu2: float) -> None:
     for _ in range(50):
         s, y = pair("random", d)
         damped = powell_identity_lm(s, y, y, mu1, mu2)
-        pairs = push_unit_pair(pairs, *unit_pair(*damped, torch.ones(1, dtype=F64)))
+        pairs = push_unit_pair(pairs, *unit_pair_beside(*damped, torch.ones(1, dtype=F64)))
         eigenvalues = torch.linalg.eigvalsh(compact_matrix(pairs, compact_middle(pairs, 1 / mu2), 1 / mu2))
         at_least(eigenvalues[0], torch.tensor(1 / (mu2 + p / mu3), dtype=F64))
         at_least(torch.tensor(hat**p / mu2 + (hat**p - 1) / (hat - 1) / mu2, dtype=F64), eigenvalues[-1])

@@ -10,7 +10,7 @@ from torch import nn
 from kfqn_ext.geometry import LayerGeometry, LayerPass
 from kfqn_ext.geometry.conv import ConvGeometry
 from kfqn_ext.geometry.linear import LinearGeometry
-from kfqn_ext.optim import Minibatch
+from kfqn_ext.optim import Minibatch, gate
 from kfqn_ext.optim.preconditioner import block as blocks
 from tests.optim.family import FAMILY, rows
 from workloads.operations import Operations
@@ -50,11 +50,28 @@ def operations(row: str, blocks: int, **options: Any) -> int:
     ],
 )
 def test_operations_of_a_convolution_and_its_normalization(
-    row: str, options: dict[str, Any], per_block: int, rest: int
+    row: str, options: dict[str, Any], per_block: int, rest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a device, of which the host does not know whether the minibatch is finite."""
+    monkeypatch.setattr(gate, "is_on_host", lambda t: False)
     few, many = operations(row, 2, **options), operations(row, 12, **options)
     assert many - few == 10 * per_block
     assert few - 2 * per_block < rest  # which does not grow with the net
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "per_block"),
+    [
+        ("KBFGS", {}, 2),  # the products
+        ("KBFGS", {"weight_decay": 1e-3}, 2),
+        ("KBFGS", {"direction_dtype": torch.bfloat16}, 4),
+        *((row, {}, 8) for row in rows(lambda member: member.sets_length)),  # and a step of the layer's own length
+    ],
+)
+def test_operations_on_the_host(row: str, options: dict[str, Any], per_block: int) -> None:
+    """Where the host knows, gradients are not cleared, and all parameters of one rate step at once."""
+    few, many = operations(row, 2, **options), operations(row, 12, **options)
+    assert many - few == 10 * per_block
 
 
 def learning_operations(layers: int, row: str) -> int:
@@ -90,8 +107,8 @@ def learning_operations(layers: int, row: str) -> int:
         ("KBFGSL", 46),  # and the compact form of H_G
         ("KBFGSL, many pairs", 23),  # which is formed as a matrix, for all small layers at once
         ("trace split", 47),  # and averages of two traces, and dampings from them
-        ("KBFGS, untuned", 58),  # and four more directions for H_A
-        ("OnePassKBFGS", 51),  # four directions for H_G, without averages of s and y
+        ("KBFGS, untuned", 54),  # and four more directions for H_A
+        ("OnePassKBFGS", 44),  # four directions for H_G, without averages of s and y
     ],
 )
 def test_operations_of_a_layer_that_learns(row: str, per_layer: int) -> None:
@@ -102,7 +119,7 @@ def test_operations_of_a_layer_that_learns(row: str, per_layer: int) -> None:
 def test_operations_of_a_layer_that_learns_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "kin", lambda layer: layer)
     few, many = learning_operations(2, "KBFGS"), learning_operations(12, "KBFGS")
-    assert many - few == 10 * 284
+    assert many - few == 10 * 277
 
 
 @pytest.mark.parametrize("name", rows(lambda member: member.pairs_A))

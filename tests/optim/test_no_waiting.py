@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfqn_ext.linalg import kronecker
-from kfqn_ext.optim import Minibatch
+from kfqn_ext.optim import Minibatch, gate
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import snapshot
 from kfqn_ext.optim.preconditioner import guard
@@ -68,10 +68,11 @@ def reads(optimizer: Any, model: nn.Module, steps: range) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def warnings_arrive_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; on a CPU they are read at once, and buffers are compared with what they were."""
+def nothing_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; on a CPU warnings are read at once, and buffers are compared with what they were."""
     monkeypatch.setattr(LateWarning, "_read", lambda self, flag: None)
-    monkeypatch.setattr(snapshot, "is_on_host", lambda t: False)
+    for module in (snapshot, gate):
+        monkeypatch.setattr(module, "is_on_host", lambda t: False)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import Minibatch, OnePassKBFGS
+from kfqn_ext.optim import Minibatch, OnePassKBFGS, gate
 from kfqn_ext.optim.late_warning import LateWarning
 from tests.optim import test_family_trajectories as trajectories
 from tests.optim import test_no_waiting as waiting
@@ -184,6 +184,7 @@ def step(model: nn.Module, optimizer: Any, k: int) -> None:
 def test_the_loop_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six steps with and without updates, after the two that make the initial curvature."""
     monkeypatch.setattr(LateWarning, "_read", lambda self, flag: None)  # which on a GPU waits for nothing
+    monkeypatch.setattr(gate, "is_on_host", lambda t: False)
     model = waiting.net()
     optimizer = OnePassKBFGS(model, curvature_update_freq=2)
     for k in range(2):

@@ -90,7 +90,7 @@ def test_curvature_is_learned_in_full_precision(name: str, monkeypatch: pytest.M
         monkeypatch.setattr(owner, attribute, noting)
 
     for owner, attribute in (
-        *((hessian_action, "bfgs_update_each_"), (secant, "bfgs_update_each_"), (secant, "powell_lm")),
+        *((hessian_action, "bfgs_updates_each_"), (secant, "bfgs_update_each_"), (secant, "powell_lm")),
         *((hessian_action, "damped_inverse"), (direct, "damped_inverse"), (limited, "push_unit_pair")),
         *((ConvGeometry, "mean_patch"), (ConvGeometry, "gram"), (ConvGeometry, "gram_product")),
     ):

@@ -212,8 +212,13 @@ def write(states: Sequence[State], key: str, value: Tensor) -> None:
     torch._foreach_copy_(vectors, unstack(value, [v.shape[-1] for v in vectors]))
 
 
+def pairs_first(directions: Tensor) -> Tensor:
+    """Stacked directions, [L, *B, d, k], as k vectors for each layer: [k, L, *B, d]."""
+    return directions.movedim(-1, 0).contiguous()
+
+
 def count(states: Sequence[State], key: str, *events: Tensor) -> None:
-    """Add up which of [L, *B] had each event, in each state's counter under ``key``: int64 [len(events), *B]."""
+    """Add how often each of [L, *B] had each event to each state's counter under ``key``: int64 [len(events), *B]."""
     happened = torch.stack(events, dim=1).to(torch.int64)
     torch._foreach_add_([state[key] for state in states], happened.unbind())
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.extensions import FisherProducts
-from kfqn_ext.linalg import bfgs_update_each_
+from kfqn_ext.linalg import bfgs_updates_each_
 from kfqn_ext.linalg.padded import stack
 from kfqn_ext.optim.inverses.averages import Decay, check_decay, decay_at
 from kfqn_ext.optim.inverses.base import (
@@ -19,6 +19,7 @@ from kfqn_ext.optim.inverses.base import (
     State,
     check_num_random,
     count,
+    pairs_first,
     random_columns,
     start_count,
     unit_columns,
@@ -76,9 +77,9 @@ class FisherAction(OutputInverse):
         trace = torch.stack([q.trace for q in products]).unsqueeze(-1)
         usable = seen.finite & torch.isfinite(trace) & (trace > 0)
         inverses, beta = [state["H_G"] for state in states], decay_at(self.decay, seen.step)
-        S, Gamma_S, V = (stack(sides) for sides in zip(*[(q.s, q.Gamma_s, q.kept) for q in products], strict=True))
-        for s, Gamma_s, v in zip(S.unbind(-1), Gamma_S.unbind(-1), V.unbind(-1), strict=True):
-            y = torch.lerp(Gamma_s / torch.where(usable, trace, 1.0) + damping.unsqueeze(-1) * s, v, beta)
-            kept = bfgs_update_each_(inverses, torch.where(usable, s, 0.0), torch.where(usable, y, 0.0))
-            tried = seen.finite & (v != 0).any(-1)
-            count(states, "pairs_seen_G", kept, torch.zeros_like(kept), tried & ~kept)
+        sides = zip(*[(q.s, q.Gamma_s, q.kept) for q in products], strict=True)
+        s, Gamma_s, v = (pairs_first(stack(side)) for side in sides)
+        y = torch.lerp(Gamma_s / torch.where(usable, trace, 1.0) + damping.unsqueeze(-1) * s, v, beta)
+        kept = bfgs_updates_each_(inverses, torch.where(usable, s, 0.0), torch.where(usable, y, 0.0))
+        tried = seen.finite & (v != 0).any(-1)
+        count(states, "pairs_seen_G", kept.sum(0), torch.zeros_like(tried[0]), (tried & ~kept).sum(0))

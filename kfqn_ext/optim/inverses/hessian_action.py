@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.extensions import InputGram, InputMoments, InputQuantities
-from kfqn_ext.linalg import bfgs_update_each_, damped_inverse
+from kfqn_ext.linalg import bfgs_updates_each_, damped_inverse
 from kfqn_ext.linalg.padded import stack, times_each
 from kfqn_ext.linalg.pairs import dot
 from kfqn_ext.optim.inverses.averages import Decay, check_decay, decay_at, move_towards
@@ -21,6 +21,7 @@ from kfqn_ext.optim.inverses.base import (
     State,
     check_num_random,
     count,
+    pairs_first,
     random_columns,
     start_count,
     times,
@@ -70,9 +71,9 @@ def _first_leverage(H_A: Tensor, measured: Measured) -> Tensor:
 
 
 def _update(states: Sequence[State], s: Tensor, y: Tensor, seen: Seen) -> None:
-    """Update each dense H_A by the pair (s, y)."""
-    kept = bfgs_update_each_([state["H_A"] for state in states], s, y)
-    count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+    """Update each dense H_A by its pairs (s, y), [k, L, *B, d], one after the other."""
+    kept = bfgs_updates_each_([state["H_A"] for state in states], s, y)
+    count(states, "pairs_seen_A", kept.sum(0), torch.zeros_like(kept[0]), (~kept & seen.finite).sum(0))
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class HessianAction(InputInverse):
         if states:
             s, A_s = _products(seen)
             _note_leverage(states, s, seen)
-            _update(states, *_damped(s, A_s, seen, damping), seen)
+            s, y = _damped(s, A_s, seen, damping)
+            _update(states, s.unsqueeze(0), y.unsqueeze(0), seen)
 
 
 @dataclass(frozen=True)
@@ -139,13 +141,12 @@ class StepHessianAction(HessianAction):
         states, seen, damping = _looked_at(states, seen, damping)
         if not states:
             return
-        S, A_S = _products(seen)
-        _note_leverage(states, S[..., 0], seen)
-        V = stack(kept for measured in seen.first if (kept := measured[InputQuantities].kept) is not None)
-        beta = decay_at(self.decay, seen.step)
-        for s, A_s, v in zip(S.unbind(-1), A_S.unbind(-1), V.unbind(-1), strict=True):
-            s, y = _damped(s, A_s, seen, damping)
-            _update(states, s, torch.lerp(y, torch.where(seen.finite, v, 0.0), beta), seen)
+        s, A_s = map(pairs_first, _products(seen))
+        _note_leverage(states, s[0], seen)
+        v = pairs_first(stack(kept for m in seen.first if (kept := m[InputQuantities].kept) is not None))
+        s, y = _damped(s, A_s, seen, damping)
+        y = torch.lerp(y, torch.where(seen.finite, v, 0.0), decay_at(self.decay, seen.step))
+        _update(states, s, y, seen)
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,7 @@ class MovingHessianAction(HessianAction):
         _note_leverage(states, s, seen)
         s = torch.where(seen.finite, s, 0.0)
         y = times_each([state["A"] for state in states], s) + damping.unsqueeze(-1) * s
-        kept = bfgs_update_each_(inverses, s, y)
-        count(states, "pairs_seen_A", kept, torch.zeros_like(kept), ~kept & seen.finite)
+        _update(states, s.unsqueeze(0), y.unsqueeze(0), seen)
 
 
 @dataclass(frozen=True)

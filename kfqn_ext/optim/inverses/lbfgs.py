@@ -13,7 +13,7 @@ from torch import Tensor
 from kfqn_ext.linalg import compact_middle, compact_product, dense_from_pairs
 from kfqn_ext.linalg.compact import push_unit_pair
 from kfqn_ext.linalg.padded import stack, unstack
-from kfqn_ext.linalg.pairs import unit_pair
+from kfqn_ext.linalg.pairs import unit_pair_beside
 from kfqn_ext.optim.inverses.base import State
 from kfqn_ext.optim.numbers import integer, is_count
 
@@ -54,7 +54,7 @@ def divide(states: Sequence[State], which: str, factor: Tensor) -> None:
 
 def update_pairs(states: Sequence[State], which: str, s: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
     """Append each layer's pair where it is usable, on top of γI; return where, bool [L, *B]."""
-    s, y, kept = unit_pair(s, y, gamma.to(s).unsqueeze(-1))
+    s, y, kept = unit_pair_beside(s, y, gamma.to(s).unsqueeze(-1))
     sizes = [state[f"pairs_{which}"].shape[-1] for state in states]
     pairs = zip(unstack(s, sizes), unstack(y, sizes), kept, strict=True)
     for state, pair, scale in zip(states, pairs, gamma, strict=True):

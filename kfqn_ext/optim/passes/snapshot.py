@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfqn_ext._torch import version_of
+from kfqn_ext._torch import is_on_host, version_of
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -113,11 +113,6 @@ def _slots(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
         for name, value in vars(module).items():
             if isinstance(value, (*_PLAIN, Tensor)):
                 yield vars(module), name, value
-
-
-def is_on_host(t: Tensor) -> bool:
-    """Whether nobody has to wait for a tensor's numbers."""
-    return t.device.type == "cpu"
 
 
 def _has_memory(t: Tensor) -> bool:
