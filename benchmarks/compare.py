@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = options.parser(__doc__)
     options.add_outputs(parser, figure=True)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="which ones")
+    parser.add_argument("--part", default="bench", help="name of the marks in that file")
     args = parser.parse_args(arguments)
     device = prepare(args.device)
     results = {**environment.origin("benchmarks", device), "quick": args.quick, "problems": {}}
@@ -28,4 +29,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.write(args.json, results)  # each at once: a large network takes its time
     if args.figure is not None:
         draw(results, args.figure)
-    options.show(args.docs, "bench", render(results))
+    options.show(args.docs, args.part, render(results))

@@ -1,8 +1,8 @@
 """Operations of a step, as a GPU would launch them: ``python -m benchmarks.launches``.
 
 Each operation that torch is asked for counts, but for views: on a GPU it is a kernel, or a few. They are counted on a
-CPU, with the ways to A and A s that a GPU takes, at the paper's networks and minibatches. What is done for many tensors
-at once counts once.
+CPU, at the paper's networks and minibatches, with the ways to A and A s that a GPU takes, and as if no number could be
+looked at. What is done for many tensors at once counts once.
 
 Beside them is a model of a step on a GPU. Its time is the sum of three: launches times the time of one, bytes of all
 arguments and results over the bandwidth, multiplications over the rate. No GPU was measured for it.
@@ -26,6 +26,7 @@ from benchmarks.ready import Ready
 from benchmarks.report import markdown
 from benchmarks.turns import Run, prepare
 from kfqn_ext.geometry import conv
+from kfqn_ext.optim import gate
 from workloads.operations import Load, Operations
 
 # Of an H100 SXM by its data sheet: bytes a second, and float32 operations a second outside of the tensor cores. The
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def count(name: str, setup: Setup) -> dict[str, Any]:
     """Of an optimizer's steps of each kind: the load by part, and what single layers launch of their own by part."""
-    with patch.object(conv, "launches_count", lambda x: True):
+    with patch.object(conv, "launches_count", lambda x: True), patch.object(gate, "is_on_host", lambda t: False):
         steps = OPTIMIZERS[name](setup).steps
         kinds = [kind for kind in _KINDS if kind in steps]
         titles = {kind: f"{name}, {_KINDS[kind]}" if len(kinds) > 1 else name for kind in kinds}

@@ -42,6 +42,8 @@ def _targets(problems: dict[str, Any]) -> str:
     rows = [["÷ SGD-m's step, where nothing else is said", "plain prototype", "best prototype", "target", "measured"]]
     for target in TARGETS:
         value = target.value(problems[target.problem]) if target.problem in problems else None
+        if value is None:
+            continue
         rows.append([target.what, target.plain, target.best, f"≤ {target.limit:.2f}", _number(value)])
     return markdown(rows)
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfqn_ext._torch import is_on_host
 from kfqn_ext.linalg.power_iteration import spectral_norms_, start_vector
 from kfqn_ext.optim.gate import Gate
 from kfqn_ext.optim.inverses.base import State
@@ -103,7 +102,8 @@ class Spectral(StepLength):
         else:
             by_place = dict(zip(chain(*akin.values()), chain(*(norms.unbind() for norms in found)), strict=True))
             norms = torch.stack([by_place[i] for i in range(len(steps))])
-        return _times(norms, [max(1.0, sqrt(step.direction.shape[-2] / step.direction.shape[-1])) for step in steps])
+        wanted = [max(1.0, sqrt(step.direction.shape[-2] / step.direction.shape[-1])) for step in steps]
+        return _times(norms, wanted, gate)
 
     def _norms(self, steps: Sequence[Step], closed: Tensor) -> Tensor:
         """‖P‖₂ of layers that stand beside each other, [L]."""
@@ -132,7 +132,7 @@ class MatchRMSAdamW(StepLength):
     def scales(self, steps: Sequence[Step], gate: Gate) -> Tensor | None:  # noqa: D102
         directions = [step.direction for step in steps]
         norms = torch.stack(torch._foreach_norm(directions))
-        return _times(norms, [self.rms * sqrt(P.numel()) for P in directions])
+        return _times(norms, [self.rms * sqrt(P.numel()) for P in directions], gate)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class SignalToNoise(StepLength):
             (
                 torch.lerp(squares, square, self.decay),
                 torch.lerp(torch.ones_like(weight), weight, self.decay),
-                _each(weight_of_M, [step.beta for step in steps]) + 1.0,
+                gate.scaled(weight_of_M, [step.beta for step in steps]) + 1.0,
             ),
             dim=1,
         )
@@ -200,16 +200,7 @@ def _sums_of_squares(norms: Sequence[Sequence[Tensor]], like: Tensor) -> Tensor:
     return torch.stack(stacked).square().sum(0)
 
 
-def _times(norms: Tensor, wanted: Sequence[float]) -> Tensor:
+def _times(norms: Tensor, wanted: Sequence[float], gate: Gate) -> Tensor:
     """What gives each norm the value that it is to have; zero for a norm of zero."""
     inverse = norms.clamp(min=torch.finfo(norms.dtype).tiny).reciprocal()
-    return _each(torch.where(norms > 0, inverse, 0.0), wanted)
-
-
-def _each(values: Tensor, factors: Sequence[float]) -> Tensor:
-    """Multiply each entry with a number of the host, without a copy that a device would wait for."""
-    if len(set(factors)) == 1:
-        return values * factors[0]
-    if is_on_host(values):
-        return values * values.new_tensor(factors)
-    return torch.stack(torch._foreach_mul(values.unbind(), list(factors)))
+    return gate.scaled(torch.where(norms > 0, inverse, 0.0), wanted)
