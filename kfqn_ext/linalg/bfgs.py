@@ -63,7 +63,16 @@ def _update_each_(inverses: Sequence[Tensor], diagonal: Tensor, s: Tensor, y: Te
 
 
 def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tensor:
-    """Update by one pair each: :func:`bfgs_updates_each_` for s and y [L, *B, d]; return which were kept, [L, *B]."""
+    """Update by one pair each: :func:`bfgs_updates_each_`.
+
+    Args:
+        inverses: L symmetric positive definite matrices H, [*B, d_i, d_i]. Overwritten.
+        s: Steps, [L, *B, d], padded.
+        y: Changes of the gradients along them, [L, *B, d], padded.
+
+    Returns:
+        Which pairs were kept, bool [L, *B].
+    """
     return bfgs_updates_each_(inverses, s.unsqueeze(0), y.unsqueeze(0)).squeeze(0)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfqn_ext.linalg import bfgs_update_, bfgs_update_each_
+from kfqn_ext.linalg import bfgs_update_, bfgs_update_each_, bfgs_updates_each_
 from kfqn_ext.linalg.padded import stack, times_each, unstack
 from tests.cases import FEW_EXAMPLES, assert_close
 from tests.linalg.test_bfgs import F64, spd, times
@@ -67,3 +67,21 @@ def test_updates(by: str, seed: int, shapes: list[tuple[int, ...]], spoiled: int
         usable = by == "no" or i != spoiled or (by == "lost" and matrix.shape[-1] == 1)  # a number drowns in nothing
         assert kept[i].all() == usable
         assert_close(H[i], matrix, 1e-12)
+
+
+@FEW_EXAMPLES
+@given(seed=st.integers(0, 2**31), shapes=kin, spoiled=st.integers(0, 2))
+def test_pairs_of_one_inverse_count_one_after_the_other(seed: int, shapes: list[tuple[int, ...]], spoiled: int) -> None:
+    """Also where one of them can't be used: those that follow meet the H that the others have left."""
+    torch.manual_seed(seed)
+    H = [spd(*shape) for shape in shapes]
+    s = torch.stack([stack(vectors(shapes)) for _ in range(3)])
+    y = s * (0.5 + torch.rand_like(s))
+    y[spoiled].neg_()
+    alone = [matrix.clone() for matrix in H]
+    kept = bfgs_updates_each_(H, s, y)
+    for i, pair in enumerate(zip(s, y, strict=True)):
+        assert torch.equal(kept[i], bfgs_update_each_(alone, *pair))
+    assert not kept[spoiled].any()
+    for matrix, other in zip(H, alone, strict=True):
+        assert_close(matrix, other, 1e-12)
