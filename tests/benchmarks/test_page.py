@@ -26,11 +26,16 @@ WORDS = " ".join(PAGE.split())
 PROGRAMS = {name: import_module(f"benchmarks.{name}") for name in page.PARTS}
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "bench": report.render,
+    "float32": report.render,
     "time to loss": partial(options.text, render=time_to_loss.render),
     **{name: partial(options.text, render=program.render) for name, program in PROGRAMS.items()},
 }
 FILES = {name: ROOT / page.log(name) for name in page.PARTS}
-FILES |= {"bench": ROOT / "results/benchmarks.jsonl", "time to loss": ROOT / "results/time-to-loss.jsonl"}
+FILES |= {
+    "bench": ROOT / "results/benchmarks.jsonl",
+    "float32": ROOT / "results/benchmarks-float32.jsonl",
+    "time to loss": ROOT / "results/time-to-loss.jsonl",
+}
 LOGS = {part: json.loads(file.read_text()) for part, file in FILES.items()}
 
 
