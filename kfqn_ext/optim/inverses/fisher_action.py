@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kfqn_ext.extensions import FisherProducts
+from kfqn_ext.extensions import FisherProduct, FisherProducts
 from kfqn_ext.linalg import bfgs_updates_each_
 from kfqn_ext.linalg.padded import stack
 from kfqn_ext.optim.inverses.averages import Decay, check_decay, decay_at
@@ -74,12 +74,18 @@ class FisherAction(OutputInverse):
             return
         states, damping = [states[i] for i in known], torch.stack([damping[i] for i in known])
         products = [seen.first[i][FisherProducts] for i in known]
+        s, y, tried = self._averaged(products, seen, damping)
+        kept = bfgs_updates_each_([state["H_G"] for state in states], s, y)
+        count(states, "pairs_seen_G", kept.sum(0), torch.zeros_like(tried[0]), (tried & ~kept).sum(0))
+
+    def _averaged(
+        self, products: Sequence[FisherProduct], seen: Seen, damping: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(s, β v + (1 - β) (Γ̂ s + ε s)) for all directions, [k, L, *B, d], and which are any, bool [k, L, *B]."""
         trace = torch.stack([q.trace for q in products]).unsqueeze(-1)
         usable = seen.finite & torch.isfinite(trace) & (trace > 0)
-        inverses, beta = [state["H_G"] for state in states], decay_at(self.decay, seen.step)
         sides = zip(*[(q.s, q.Gamma_s, q.kept) for q in products], strict=True)
         s, Gamma_s, v = (pairs_first(stack(side)) for side in sides)
-        y = torch.lerp(Gamma_s / torch.where(usable, trace, 1.0) + damping.unsqueeze(-1) * s, v, beta)
-        kept = bfgs_updates_each_(inverses, torch.where(usable, s, 0.0), torch.where(usable, y, 0.0))
-        tried = seen.finite & (v != 0).any(-1)
-        count(states, "pairs_seen_G", kept.sum(0), torch.zeros_like(tried[0]), (tried & ~kept).sum(0))
+        y = Gamma_s / torch.where(usable, trace, 1.0) + damping.unsqueeze(-1) * s
+        y = torch.lerp(y, v, decay_at(self.decay, seen.step))
+        return torch.where(usable, s, 0.0), torch.where(usable, y, 0.0), seen.finite & (v != 0).any(-1)

@@ -139,14 +139,17 @@ class StepHessianAction(HessianAction):
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
         states, seen, damping = _looked_at(states, seen, damping)
-        if not states:
-            return
+        if states:
+            s, y = self._averaged(seen, damping)
+            _note_leverage(states, s[0], seen)
+            _update(states, s, y, seen)
+
+    def _averaged(self, seen: Seen, damping: Tensor) -> tuple[Tensor, Tensor]:
+        """(s, β v + (1 - β) (A s + λ_A s)) for all directions, [k, L, *B, d]; what they are made of is let go."""
         s, A_s = map(pairs_first, _products(seen))
-        _note_leverage(states, s[0], seen)
-        v = pairs_first(stack(kept for m in seen.first if (kept := m[InputQuantities].kept) is not None))
         s, y = _damped(s, A_s, seen, damping)
-        y = torch.lerp(y, torch.where(seen.finite, v, 0.0), decay_at(self.decay, seen.step))
-        _update(states, s, y, seen)
+        v = pairs_first(stack(kept for m in seen.first if (kept := m[InputQuantities].kept) is not None))
+        return s, torch.lerp(y, torch.where(seen.finite, v, 0.0), decay_at(self.decay, seen.step))
 
 
 @dataclass(frozen=True)
