@@ -203,7 +203,8 @@ def watch_output(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Tensor
         What is to take the place of its output, if anything is.
     """
     kwargs, output = rest if len(rest) == 2 else ({}, *rest)
-    written_down, now = is_transformed() or is_traced(), active()  # by computations that go on, or for later
+    written_down = is_transformed() or is_traced()  # by computations that go on, or for later
+    now = active()
     for reader in now.readers:
         reader(module, None if written_down else layer_input(args, kwargs))
     if written_down or not (disable.should_store_io() and torch.is_grad_enabled() and isinstance(output, Tensor)):

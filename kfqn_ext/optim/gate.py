@@ -26,17 +26,17 @@ class Gate:
         self._numbers: dict[Any, Tensor] = {}
 
     def choose(self, value: Rate, otherwise: float, like: Tensor) -> Rate:
-        """``value``, or ``otherwise`` where the batch is not finite: a number, or [] in ``like``'s dtype."""
+        """``value``, or ``otherwise`` where the batch is not finite: a number on a CPU, else [] where ``like`` is."""
         if self._is_open is None:
             return self._choose_on_device(value, otherwise, like)
-        return _beside(value, like) if self._is_open else otherwise
+        return float(value) if self._is_open else otherwise
 
     def _choose_on_device(self, value: Rate, otherwise: float, like: Tensor) -> Tensor:
         # A tensor counts by its identity, which is its own as long as the value is kept.
         key = (id(value) if isinstance(value, Tensor) else value, otherwise, like.dtype, like.device)
         if key not in self._chosen:
             # Not masked_fill, for which a GPU makes the host wait where the value is a tensor.
-            chosen = _beside(value, like) if isinstance(value, Tensor) else self._number(value, like)
+            chosen = value.reshape(()).to(like) if isinstance(value, Tensor) else self._number(value, like)
             other = self._number(otherwise, like)
             self._chosen[key] = value, torch.where(self.finite.to(like.device), chosen, other)
         return self._chosen[key][1]
@@ -77,7 +77,3 @@ class Gate:
         if key not in self._numbers:
             self._numbers[key] = torch.full((), value, dtype=like.dtype, device=like.device)
         return self._numbers[key]
-
-
-def _beside(value: Rate, like: Tensor) -> Rate:
-    return value.reshape(()).to(like) if isinstance(value, Tensor) else value

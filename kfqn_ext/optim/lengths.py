@@ -7,7 +7,7 @@ curvature is known. A length can also be *set*: then α says how long the step i
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from math import sqrt
 from typing import Any
 
@@ -92,21 +92,23 @@ class Spectral(StepLength):
         state["u"] = start_vector(like.flatten(0, -2)[0], like.shape[:-2])
 
     def scales(self, steps: Sequence[Step], gate: Gate) -> Tensor | None:  # noqa: D102
-        closed = gate.closed(steps[0].direction)
-        akin: defaultdict[Any, list[int]] = defaultdict(list)  # blocks stand beside blocks of the same shape alone
-        for i, step in enumerate(steps):
-            akin[tuple(step.direction.shape) if step.direction.ndim > 2 else ()].append(i)
-        found = [self._norms([steps[i] for i in members], closed) for members in akin.values()]
-        if len(found) == 1:
-            norms = found[0]
-        else:
-            by_place = dict(zip(chain(*akin.values()), chain(*(norms.unbind() for norms in found)), strict=True))
-            norms = torch.stack([by_place[i] for i in range(len(steps))])
         wanted = [max(1.0, sqrt(step.direction.shape[-2] / step.direction.shape[-1])) for step in steps]
-        return _times(norms, wanted, gate)
+        return _times(self._norms(steps, gate.closed(steps[0].direction)), wanted, gate)
 
     def _norms(self, steps: Sequence[Step], closed: Tensor) -> Tensor:
-        """‖P‖₂ of layers that stand beside each other, [L]."""
+        """‖P‖₂ of each layer, [L]; blocks stand beside blocks of the same shape alone."""
+        akin: defaultdict[Any, list[int]] = defaultdict(list)
+        for i, step in enumerate(steps):
+            akin[tuple(step.direction.shape) if step.direction.ndim > 2 else ()].append(i)
+        if len(akin) == 1:
+            return self._norms_of_kin(steps, closed)
+        found: dict[int, Tensor] = {}
+        for places in akin.values():
+            norms = self._norms_of_kin([steps[i] for i in places], closed)
+            found.update(zip(places, norms.unbind(), strict=True))
+        return torch.stack([found[i] for i in range(len(steps))])
+
+    def _norms_of_kin(self, steps: Sequence[Step], closed: Tensor) -> Tensor:
         new = [step for step in steps if "u" not in step.state]
         for step in new:
             self.start(step.state, step.momentum)

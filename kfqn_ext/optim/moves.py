@@ -93,21 +93,18 @@ def _step(p: Tensor, move: Move | None, gate: Gate) -> Tensor:
 
 
 def apply(moves: Iterable[Move], gate: Gate) -> None:
-    """Take moves, unless the batch is not finite; those with one pair of numbers δ, r in two operations."""
+    """Take moves, unless the batch is not finite; where δ and r are numbers, those that share them at once."""
     together: defaultdict[tuple[float, float], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for move in moves:
         p = as_real(rows_of(move.parameter))
         # A direction comes from M, which is finite whatever the batch was: a rate of zero leaves p alone.
         shrink, rate = gate.choose(move.shrink, 1.0, p), gate.choose(move.rate, 0.0, move.direction)
-        if isinstance(shrink, Tensor) or isinstance(rate, Tensor):
-            if isinstance(move.shrink, Tensor) or move.shrink != 1.0:
-                p.mul_(shrink)
-            if isinstance(rate, Tensor):
-                p.addcmul_(move.direction, rate, value=-1.0)
-            else:
-                p.add_(move.direction, alpha=-rate)
-        else:
-            together[shrink, rate].append((p, move.direction))
+        if not isinstance(rate, Tensor):
+            together[float(shrink), rate].append((p, move.direction))
+            continue
+        if isinstance(move.shrink, Tensor) or move.shrink != 1.0:
+            p.mul_(shrink)
+        p.addcmul_(move.direction, rate, value=-1.0)
     for (shrink, rate), pairs in together.items():
         parameters, directions = zip(*pairs, strict=True)
         if shrink != 1.0:

@@ -374,9 +374,7 @@ class KroneckerOptimizer(Optimizer):
     def _finite(self, grad_norms: Mapping[Tensor, Tensor], it: Iteration | None) -> Tensor:
         """Whether all gradients are finite, and small enough to be squared, and the loss is, bool []."""
         norms = list(grad_norms.values())
-        if len({norm.device for norm in norms}) > 1:
-            norms = [norm.to(norms[0].device) for norm in norms]
-        finite = torch.isfinite(torch.linalg.vector_norm(torch.stack(norms)))
+        finite = torch.isfinite(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
         loss = None if it is None else it.loss
         return finite if loss is None else finite & torch.isfinite(loss).to(finite.device)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kfqn_ext.linalg import bfgs_update_, bfgs_update_each_, bfgs_updates_each_
 from kfqn_ext.linalg.padded import stack, times_each, unstack
+from kfqn_ext.linalg.pairs import dot
 from tests.cases import FEW_EXAMPLES, assert_close
 from tests.linalg.test_bfgs import F64, spd, times
 
@@ -85,3 +86,11 @@ def test_pairs_of_one_inverse_count_one_after_the_other(seed: int, shapes: list[
     assert not kept[spoiled].any()
     for matrix, other in zip(H, alone, strict=True):
         assert_close(matrix, other, 1e-12)
+
+
+def test_a_later_pair_meets_the_size_that_the_earlier_has_left() -> None:
+    """Beside the H before both it would be shortened, as one that makes the trace over a hundred times as large."""
+    H = torch.eye(2, dtype=torch.float64)
+    s = torch.diag(torch.tensor([100.0, 1000.0], dtype=torch.float64)).sqrt().unsqueeze(1)
+    bfgs_updates_each_([H], s, s / dot(s, s))
+    torch.testing.assert_close(H.diagonal(), torch.tensor([100.0, 1000.0], dtype=torch.float64))
