@@ -183,6 +183,11 @@ def counts_what_is_saved() -> bool:
     return ask(True) is not None
 
 
+def save(t: Tensor) -> Any:
+    """Save a tensor as autograd does: checkpoints count it, and ``unpack()`` raises where it was written to since."""
+    return torch._C._autograd._make_saved_tensor(t, is_output=False)
+
+
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
     """Run the functions of ``torch.utils.checkpoint`` as if they were called: their graphs are kept, nothing repeated.

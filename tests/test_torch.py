@@ -266,6 +266,19 @@ def test_a_checkpoint_that_counts_is_seen() -> None:
     assert not _torch.counts_what_is_saved()
 
 
+def test_what_is_saved_is_counted_and_guarded() -> None:
+    """As what an operation saves for its backward pass: packed by hooks, and refused once it was written to."""
+    x, packed = torch.ones(3), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t * 2):
+        assert _torch.save(x).unpack().tolist() == [2, 2, 2]
+    assert len(packed) == 1
+    saved = _torch.save(x)
+    assert saved.unpack().data_ptr() == x.data_ptr()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        saved.unpack()
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_can_be_left_out(reentrant: bool) -> None:

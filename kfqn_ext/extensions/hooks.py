@@ -29,6 +29,7 @@ from kfqn_ext._torch import (
     is_transformed,
     keeps_graph,
     run_hook_first,
+    save,
 )
 from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions.active import BACKPACKS, active, has_backpacks_hooks, reaching
@@ -44,7 +45,7 @@ _DATA_PARALLEL = (
     "nn.DataParallel runs copies of the layers, which live for one forward pass: what is measured on them is lost. "
     "Use one device, or one process for each device and reduce the quantities among them."
 )
-_ANY = torch.zeros((), requires_grad=True)
+_ANY = torch.zeros(())
 
 
 def extend(model: nn.Module) -> nn.Module:
@@ -150,15 +151,6 @@ def _active(module: nn.Module) -> list[Any]:
     return [*active().of(module), *(ext for listener in heard if listener is not None for ext in listener(module))]
 
 
-class _Kept(torch.autograd.Function):
-    """A node that saves a tensor as autograd does: counted by checkpoints, and guarded against changes in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, any_leaf: Tensor) -> Tensor:  # noqa: D102
-        ctx.save_for_backward(x)
-        return any_leaf.clone()
-
-
 def _go_first(module: nn.Module, args: Any) -> None:  # call kfqn_ext.unextend(model) before scripting
     """Forward pre-hook: have the output watched before others change it, whenever and however they were registered."""
     if is_exported():
@@ -244,10 +236,10 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
         return
     # A checkpoint counts what is saved. What it repeats may find other extensions active, and must save as often: where
     # nothing is kept, something small is saved, which dies at once. In the repetition the input may stand for either.
-    node = _Kept.apply(x.detach() if measured or current_backward() >= 0 else _ANY.detach(), _ANY).grad_fn
+    saved = save(x.detach() if measured or current_backward() >= 0 else _ANY)
     if not measured:
         return
-    kept, call, which = [node], Call(module), watched.output_nr
+    kept, call, which = [saved], Call(module), watched.output_nr
     mark_as_own(watched.grad_fn, x.grad_fn)
 
     def run(gradients: tuple[Tensor | None, ...]) -> None:
@@ -305,7 +297,7 @@ def _input(module: nn.Module, kept: list[Any]) -> Tensor:
             "that pass."
         )
     try:
-        x: Tensor = kept[0].saved_tensors[0]
+        x: Tensor = kept[0].unpack()
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise
