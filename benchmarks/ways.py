@@ -1,7 +1,7 @@
 """Ways to A and to A s of a convolution: ``python -m benchmarks.ways``.
 
 The usual one, by patches that ``F.unfold`` writes out, beside those among which ``kfqn_ext.geometry`` chooses by the
-layer's shape. 3×3 kernels, 128 images. Milliseconds of process time, medians, one thread.
+layer's shape and by how many columns s has. 3×3 kernels, 128 images. Milliseconds of process time, medians, one thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,14 @@ from kfqn_ext.geometry import ConvGeometry, geometry_of
 from kfqn_ext.geometry.conv_gram import correlation_gram
 from kfqn_ext.geometry.conv_lines import line_gram
 
-SIZES = ((1, 28), (3, 32), (16, 32), (32, 16), (64, 8), (128, 16), (256, 8))  # channels, height and width
+# Channels, height and width, and groups.
+SIZES = (
+    *((1, 28, 1), (3, 32, 1), (16, 32, 1), (32, 16, 1), (64, 8, 1), (128, 16, 1), (256, 8, 1)),
+    *((64, 32, 64), (64, 16, 16), (128, 8, 8)),
+)
+COLUMNS = (1, 5)  # of s: the mean input alone, or four random directions besides
 _HEAD = ["channels of", "A: patches", "lines", "correlations", "A s: patches", "convolution", "shifts"]
+_HEAD += [f"{way}, {COLUMNS[1]} columns" for way in _HEAD[-2:]]
 
 
 @torch.no_grad()
@@ -31,43 +37,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found = {f"{channels} of {size}×{size}": _milliseconds(args.batch, channels, size) for channels, size in SIZES}
+    found = {name(*shape): [milliseconds(run) for run in runs(args.batch, *shape).values()] for shape in SIZES}
     options.finish(args, "ways", torch.device("cpu"), {"milliseconds": found}, render)
 
 
 def render(results: dict[str, Any]) -> str:
     """A row a layer."""
-    return markdown([_HEAD, *([name, *(f"{ms:.2f}" for ms in row)] for name, row in results["milliseconds"].items())])
+    return markdown([_HEAD, *([layer, *(f"{ms:.2f}" for ms in row)] for layer, row in results["milliseconds"].items())])
 
 
-def _milliseconds(batch: int, channels: int, size: int) -> list[float]:
-    return [milliseconds(run) for run in runs(batch, channels, size, torch.device("cpu")).values()]
+def name(channels: int, size: int, groups: int) -> str:
+    """What a layer is called in the table."""
+    return f"{channels} of {size}×{size}" + (f", {groups} groups" if groups > 1 else "")
 
 
-def runs(batch: int, channels: int, size: int, device: torch.device) -> dict[str, Callable[[], object]]:
+def runs(
+    batch: int, channels: int, size: int, groups: int = 1, device: torch.device | None = None
+) -> dict[str, Callable[[], object]]:
     """All ways for one layer, by their names in the table."""
-    geometry = cast(ConvGeometry, geometry_of(nn.Conv2d(channels, channels, 3, padding=1, bias=False)))
-    new = partial(torch.randn, device=device)
-    x, s, A = new(batch, channels, size, size), new(1, geometry.d_in, 1), new(1, geometry.d_in, geometry.d_in)
-    one, none = (1, 1), torch.zeros(1, 1, device=device)
+    layer = nn.Conv2d(channels, channels, 3, padding=1, groups=groups, bias=False)
+    geometry = cast(ConvGeometry, geometry_of(layer))
+    new, d = partial(torch.randn, device=device), geometry.d_in
+    x, A = new(batch, channels, size, size), new(groups, d, d)
+    (s, none), (several, nones) = ((new(groups, d, k), torch.zeros(groups, k, device=device)) for k in COLUMNS)
+    one = (1, 1)
     ways = [
-        partial(_gram_of_patches, x),
-        partial(line_gram, x, (3, 3), one, one, one, 1, A),
-        partial(correlation_gram, x, (3, 3), one, one, 1, A),
-        partial(_product_of_patches, x, s[0]),
+        partial(_gram_of_patches, x, groups),
+        partial(line_gram, x, (3, 3), one, one, one, groups, A),
+        partial(correlation_gram, x, (3, 3), one, one, groups, A),
+        partial(_product_of_patches, x, s),
         partial(geometry._convolved_product, x, one, s, none),
         partial(geometry._shifted_product, x, one, s, none),
+        partial(geometry._convolved_product, x, one, several, nones),
+        partial(geometry._shifted_product, x, one, several, nones),
     ]
     return dict(zip(_HEAD[1:], ways, strict=True))
 
 
-def _gram_of_patches(x: Tensor) -> Tensor:
-    a = F.unfold(x, 3, padding=1).transpose(0, 1).flatten(1)
-    return a @ a.T
+def _patches(x: Tensor, groups: int) -> Tensor:
+    """[N, G, d, T], whatever torch copies for it."""
+    return F.unfold(x, 3, padding=1).unflatten(1, (groups, -1))
+
+
+def _gram_of_patches(x: Tensor, groups: int) -> Tensor:
+    a = _patches(x, groups).permute(1, 2, 0, 3).flatten(2)
+    return a @ a.mT
 
 
 def _product_of_patches(x: Tensor, s: Tensor) -> Tensor:
-    a = F.unfold(x, 3, padding=1)
+    a = _patches(x, len(s))
     return (a @ (a.mT @ s)).sum(0)
 
 

@@ -18,13 +18,13 @@ _BATCH, _QUICK_BATCH = 128, 2
 def measure(place: Place) -> dict[str, Any]:
     """By layer: milliseconds of each way."""
     found = {}
-    for channels, size in ways.SIZES:
-        runs = ways.runs(_QUICK_BATCH if place.quick else _BATCH, channels, size, place.device)
+    for shape in ways.SIZES:
+        runs = ways.runs(_QUICK_BATCH if place.quick else _BATCH, *shape, device=place.device)
         times = {}
         for name, run in runs.items():
             run()
             times[name] = median(place.milliseconds(run) for _ in range(place.turns))
-        found[f"{channels} of {size}×{size}"] = times
+        found[ways.name(*shape)] = times
     return found
 
 

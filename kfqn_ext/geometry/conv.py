@@ -35,6 +35,10 @@ _FEW_NUMBERS = 2**19
 _PATCH_BUDGET = 2**26
 
 
+# Of so few outputs a group, all products with each other cost less than products with a vector.
+_FEW_OUTPUTS = 16
+
+
 def launches_count(x: Tensor) -> bool:
     """Whether many small operations cost more than they save: on every device but a CPU, each is a launch."""
     return x.device.type != "cpu"
@@ -130,23 +134,34 @@ class ConvGeometry(LayerGeometry):
         return self._block_view(a_bar)
 
     def gram_product(self, x: Tensor, s: Tensor) -> Tensor:  # noqa: D102
-        num_data, inner = x.shape[0], self.inner
+        num_data, inner, k = x.shape[0], self.inner, s.shape[-1]
+        on_cpu = not launches_count(x)
+        if on_cpu and self._gram_pays(k):
+            return self.gram(x) @ s
         x, padding = self._prepare(x)
         s = s.reshape(self.groups, self.d_in, -1)
         constant = s[:, inner] if self.has_bias else torch.zeros_like(s[:, 0])
-        by_shifts = self._shifts_pay() and not launches_count(x)
-        product = self._shifted_product if by_shifts else self._convolved_product
+        product = self._shifted_product if on_cpu and self._shifts_pay(k) else self._convolved_product
         As, sum_u = product(x, padding, s[:, :inner], constant)
         if self.has_bias:
             As = torch.cat((As, sum_u.unsqueeze(1)), dim=1)
         return self._block_view(As) / num_data
 
-    def _shifts_pay(self) -> bool:
-        """Whether A s costs less by shifts, whose maps have |Δ| numbers a pixel where a group has J.
+    def _shifts_pay(self, k: int) -> bool:
+        """Whether A s with k columns costs less by shifts, whose maps have k |Δ| numbers a pixel where a group has J.
 
-        Measured on a CPU: 2 to 5 times less where |Δ| < J, alike near 3 J, up to 30 times more for one channel.
+        Measured on a CPU (``python -m benchmarks.ways``): 2 to 5 times less where k |Δ| < J, alike near 3 J, and up to
+        ten times more for few channels.
         """
-        return torch.Size(self.kernel_size).numel() <= 3 * self._per_group
+        return k * torch.Size(self.kernel_size).numel() <= 3 * self._per_group
+
+    def _gram_pays(self, k: int) -> bool:
+        """Whether A s with k columns costs less from A itself: in small groups, where convolutions are slow on a CPU.
+
+        Depthwise ones are not, with one column.
+        """
+        in_small_groups = self.groups > 1 and self._per_group <= 16
+        return in_small_groups and self._per_group * k > 1 and not self._shifts_pay(k)
 
     def _shifted_product(
         self, x: Tensor, padding: tuple[int, ...], filters: Tensor, constant: Tensor
@@ -219,6 +234,8 @@ class ConvGeometry(LayerGeometry):
         return self._block_view(columns @ columns.mT)
 
     def gram_outputs_product(self, g: Tensor, s: Tensor) -> Tensor:  # noqa: D102
+        if self.d_out <= _FEW_OUTPUTS:
+            return self.gram_outputs(g) @ s
         maps, s = g.reshape(len(g), self.groups, self.d_out, -1), s.reshape(self.groups, self.d_out, -1)
         u = s.mT @ maps  # and not mapsᵀ s, which costs a CPU several times as much
         return self._block_view((maps @ u.mT).sum(0))

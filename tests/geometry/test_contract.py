@@ -81,6 +81,17 @@ def test_sums_equal_those_of_explicit_patches(case: Case, way: str) -> None:
 
 
 @every_kind
+@pytest.mark.parametrize("few", [0, 10_000])
+def test_products_of_outputs_are_the_same_for_few_and_many(case: Case, few: int) -> None:
+    _, geometry, _, g = described(case)
+    v = torch.randn(*geometry.blocks, geometry.d_out, 3, dtype=F64)
+    expected = LayerGeometry.gram_outputs_product(geometry, g, v)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kfqn_ext.geometry.conv._FEW_OUTPUTS", few)
+        assert_close(geometry.gram_outputs_product(g, v), expected, 1e-12, geometry.gram_outputs(g).abs() @ v.abs())
+
+
+@every_kind
 def test_the_matrix_and_its_columns(case: Case) -> None:
     """Columns are the parameters in their own layout, and views: what is written to them is written to W."""
     layer, geometry, _, _ = described(case)
