@@ -1,7 +1,8 @@
 """What was tried for speed and left out, or chosen by: ``python -m benchmarks.tried``.
 
 Products in float32 and bfloat16, directions into kept buffers, layers of equal shape in one batched product, and
-``torch.compile`` of the BFGS update. Milliseconds of process time, medians, one thread.
+``torch.compile`` of the BFGS update, beside five updates one by one and together. Milliseconds of process
+time, medians, one thread.
 """
 
 import statistics
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from benchmarks import options
 from benchmarks.report import markdown
-from kfqn_ext.linalg import bfgs_update_, bfgs_update_each_
+from kfqn_ext.linalg import bfgs_update_, bfgs_update_each_, bfgs_updates_each_
 from workloads.clock import now
 
 PRODUCTS = ((512, 4609), (512, 2305), (784, 1001), (250, 501), (64, 577))
 EQUAL_LAYERS = ((9, 64, 577), (9, 32, 289), (10, 16, 145))  # of a ResNet32: how many, d_out, d_in
 CPU = torch.device("cpu")
-UPDATES = (17, 145, 577, 1001, 2305)
+UPDATES = (17, 145, 577, 1001, 2305, 4609)
 
 
 @torch.no_grad()
@@ -50,7 +51,7 @@ def render(results: dict[str, Any]) -> str:
     layers = [["layers", "directions one by one", "batched", "updates one by one", "vectors together", "batched"]]
     for count, d_out, d_in, *times in results["equal layers"]:
         layers.append([f"{count} of {d_out}×{d_in}", *(f"{ms:.2f}" for ms in times)])
-    compiled = [["BFGS update, d", "eager", "compiled"]]
+    compiled = [["BFGS update, d", "eager", "compiled", "five one by one", "five together"]]
     compiled += [[str(d), *(f"{ms:.2f}" for ms in times)] for d, *times in results["updates"]]
     return "\n\n".join(markdown(table) for table in (products, layers, compiled) if len(table) > 1)
 
@@ -78,12 +79,24 @@ def equal_layers(count: int, d_out: int, d_in: int) -> list[float]:
 
 
 def updates(sizes: Sequence[int]) -> list[list[float]]:
-    """Size, and the BFGS update, eager and compiled."""
+    """Size, and the BFGS update, eager and compiled; and five of it, one by one and together."""
     fast, rows = torch.compile(bfgs_update_), []
     for d in sizes:
-        H, s = _inverse(d), torch.randn(d)
-        rows.append([d, *(milliseconds(partial(update, H, s, 0.7 * s)) for update in (bfgs_update_, fast))])
+        H, s = _inverse(d), torch.randn(5, d)
+        y = 0.7 * s
+        runs: list[Callable[[], object]] = [
+            partial(bfgs_update_, H, s[0], y[0]),
+            partial(fast, H, s[0], y[0]),
+            partial(_one_by_one, H, s, y),
+            partial(bfgs_updates_each_, [H], s.unsqueeze(1), y.unsqueeze(1)),
+        ]
+        rows.append([d, *map(milliseconds, runs)])
     return rows
+
+
+def _one_by_one(H: Tensor, s: Tensor, y: Tensor) -> None:
+    for pair in zip(s, y, strict=True):
+        bfgs_update_(H, *pair)
 
 
 def _inverse(d: int) -> Tensor:

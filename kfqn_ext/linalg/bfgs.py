@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg.padded import stack, times_each, unstack
-from kfqn_ext.linalg.pairs import RESOLUTION, dot, shortened, unit_pair
+from kfqn_ext.linalg.low_rank import add_terms_
+from kfqn_ext.linalg.padded import stack, unstack
+from kfqn_ext.linalg.pairs import RESOLUTION, dot, overlong, unit_pair
 
 # One update makes H at most this many times as large. In more, small eigenvalues drown that its diagonal hides.
 _GROWTH = 100.0
@@ -41,25 +42,51 @@ def bfgs_updates_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tens
         Which pairs were kept, bool [k, L, *B].
     """
     diagonal = stack(H.diagonal(dim1=-2, dim2=-1) for H in inverses)
-    usable = [_update_each_(inverses, diagonal, *pair) for pair in zip(*unit_pair(s, y), strict=True)]
+    s, y, kept = unit_pair(s, y)
+    Hy = _products(inverses, y)
+    terms, usable = [], []
+    for i in range(len(s)):
+        later = slice(i + 1, None)
+        q, p, used = _terms(s[i], y[i], Hy[i], kept[i], diagonal)
+        _add_products_(Hy[later], y[later], q, p)
+        diagonal.addcmul_(q, q, value=-1).addcmul_(p, p)
+        terms.append(torch.stack((q, p)))
+        usable.append(used)
+    _add_all_(inverses, torch.stack(terms))
     return torch.stack(usable).squeeze(-1)
 
 
-def _update_each_(inverses: Sequence[Tensor], diagonal: Tensor, s: Tensor, y: Tensor, kept: Tensor) -> Tensor:
-    """Update by one pair with sᵀy = 1, or by zeros where it is not kept, [L, *B, d]; and the diagonals of all, too."""
-    s, y = shortened(s, y, _GROWTH * diagonal.sum(-1, keepdim=True))
-    Hy = times_each(inverses, y)
+def _products(inverses: Sequence[Tensor], y: Tensor) -> Tensor:
+    """H y of each H with its vectors, [k, L, *B, d], padded: an H is read once for all."""
+    columns = (y[:, i, ..., : H.shape[-1]].movedim(0, -1) for i, H in enumerate(inverses))
+    return stack(H @ V for H, V in zip(inverses, columns, strict=True)).movedim(-1, 0).contiguous()
+
+
+def _add_products_(Hy: Tensor, y: Tensor, q: Tensor, p: Tensor) -> None:
+    """Make of H y what it is after a pair whose terms are q and p, [L, *B, d], for later pairs, [k, L, *B, d]."""
+    if len(y):
+        Hy.addcmul_(q, dot(q, y), value=-1).addcmul_(p, dot(p, y))
+
+
+def _add_all_(inverses: Sequence[Tensor], terms: Tensor) -> None:
+    """Add the terms q and p of all pairs to the matrices, [k, 2, L, *B, d]."""
+    of_each = unstack(terms.movedim(2, 0), [H.shape[-1] for H in inverses])
+    q, p = ([list(own[:, which].unbind()) for own in of_each] for which in (0, 1))
+    add_terms_(inverses, q, p)
+
+
+def _terms(s: Tensor, y: Tensor, Hy: Tensor, kept: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Terms q and p of a pair with sᵀy = 1, and whether it is used, [L, *B, 1]; zeros where it is not, [L, *B, d]."""
+    root = overlong(s, _GROWTH * diagonal.sum(-1, keepdim=True)).sqrt()
+    s, y, Hy = s / root, y * root, Hy * root
     yHy = dot(y, Hy)
     precision = torch.finfo(s.dtype)
     shrinks = 1.0 + dot(y, y * diagonal)
     grows = 1.0 + dot(s, s / diagonal.clamp(min=precision.tiny)) * (1.0 + yHy.abs())
     # What is not finite compares as false.
     usable = kept & (RESOLUTION * precision.eps * grows * shrinks < 1)
-    q, p = (torch.where(usable, v, 0.0) for v in rank_one_terms(s, Hy, yHy))
-    sizes = [H.shape[-1] for H in inverses]
-    add_terms_(inverses, unstack(q, sizes), unstack(p, sizes))
-    diagonal.addcmul_(q, q, value=-1).addcmul_(p, p)
-    return usable
+    q, p = rank_one_terms(s, Hy, yHy)
+    return torch.where(usable, q, 0.0), torch.where(usable, p, 0.0), usable
 
 
 def bfgs_update_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tensor:
@@ -90,14 +117,6 @@ def rank_one_terms(s: Tensor, Hy: Tensor, yHy: Tensor) -> tuple[Tensor, Tensor]:
     a = (1.0 + yHy.clamp(min=0.0)).sqrt()
     q = torch.where(yHy >= 0, Hy / a, 0.0)
     return q, a * s - q
-
-
-def add_terms_(inverses: Sequence[Tensor], q: Sequence[Tensor], p: Sequence[Tensor]) -> None:
-    """Turn each H [*B, d, d] into H - q qᵀ + p pᵀ in place, symmetric to the last bit where H is."""
-    # Entry by entry, so that each is rounded as its mirror image is: kernels of matrix products don't promise that.
-    for vectors, sign in ((q, -1), (p, 1)):
-        columns, rows = [v.unsqueeze(-1) for v in vectors], [v.unsqueeze(-2) for v in vectors]
-        torch._foreach_addcmul_(list(inverses), columns, rows, value=sign)
 
 
 def bfgs_update_(H: Tensor, s: Tensor, y: Tensor) -> Tensor:

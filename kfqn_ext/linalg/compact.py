@@ -12,7 +12,8 @@ matrix products instead of the two-loop recursion over p pairs. Rows of zeros ar
 import torch
 from torch import Tensor
 
-from kfqn_ext.linalg.bfgs import add_terms_, rank_one_terms
+from kfqn_ext.linalg.bfgs import rank_one_terms
+from kfqn_ext.linalg.low_rank import add_terms_
 
 
 def push_unit_pair(pairs: Tensor, s: Tensor, y: Tensor, kept: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def dense_from_pairs(pairs: Tensor, gamma: Tensor) -> Tensor:
     for s, y in zip(S.unbind(-2), Y.unbind(-2), strict=True):
         Hy = (H @ y.unsqueeze(-1)).squeeze(-1)
         q, p = rank_one_terms(s, Hy, (y * Hy).sum(-1, keepdim=True))
-        add_terms_([H], [q], [p])
+        add_terms_([H], [[q]], [[p]])
     return H.reshape(*pairs.shape[:-2], d, d)
 
 

@@ -66,13 +66,11 @@ def unit_pair_beside(s: Tensor, y: Tensor, size_H: Tensor) -> tuple[Tensor, Tens
     return torch.where(kept, s, 0.0), torch.where(kept, y, 0.0), kept
 
 
-def shortened(s: Tensor, y: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-    """Shorten the step of a pair with sᵀy = 1 to ‖s‖² ≤ ``most``, with y in return: (s/√τ, y√τ), τ ≥ 1.
+def overlong(s: Tensor, most: Tensor) -> Tensor:
+    """τ ≥ 1 such that ‖s‖² / τ is at most ``most``, [*B, 1]: of a pair with sᵀy = 1 remain (s/√τ, y√τ).
 
     Args:
         s: Steps, [*B, d].
-        y: Changes of the gradient along them, [*B, d].
         most: [*B, 1], positive.
     """
-    root = (dot(s, s) / most).clamp(min=1.0).sqrt()
-    return s / root, y * root
+    return (dot(s, s) / most).clamp(min=1.0)

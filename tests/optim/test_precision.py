@@ -12,7 +12,6 @@ from torch import backends, nn
 from kfqn_ext import KBFGSQuantities, KFACFactors, extend
 from kfqn_ext.geometry import ConvGeometry
 from kfqn_ext.linalg import bfgs, bfgs_update_, full_precision, precision
-from kfqn_ext.linalg.padded import times_each
 from kfqn_ext.optim import Minibatch
 from kfqn_ext.optim.inverses import direct, hessian_action, secant
 from kfqn_ext.optim.inverses import lbfgs as limited
@@ -144,9 +143,11 @@ def smallest_eigenvalue() -> float:
 def test_why(name: str, bits: int, definite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hy from operands that are rounded as a product in reduced precision rounds them."""
 
-    def product(matrices: list[torch.Tensor], v: torch.Tensor) -> torch.Tensor:
-        return times_each([rounded(H, bits) for H in matrices], rounded(v, bits))
+    products = bfgs._products
 
-    monkeypatch.setattr(bfgs, "times_each", product)
+    def rounded_products(matrices: list[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+        return products([rounded(H, bits) for H in matrices], rounded(y, bits))
+
+    monkeypatch.setattr(bfgs, "_products", rounded_products)
     with full_precision():
         assert (smallest_eigenvalue() > 0) == definite

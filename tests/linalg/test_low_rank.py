@@ -1,0 +1,81 @@
+"""Terms of several pairs in one matrix: in strips as entry by entry, and symmetric to the last bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kfqn_ext.linalg import bfgs_update_each_, bfgs_updates_each_, low_rank
+from kfqn_ext.linalg.low_rank import add_terms_
+from tests.cases import FEW_EXAMPLES, assert_close
+
+F64 = torch.float64
+
+
+def symmetric(*shape: int, dtype: torch.dtype = F64) -> Tensor:
+    root = torch.randn(*shape, shape[-1], dtype=dtype)
+    return root + root.mT
+
+
+def dense(H: Tensor, q: list[Tensor], p: list[Tensor]) -> Tensor:
+    """Term by term."""
+    for minus, plus in zip(q, p, strict=True):
+        H = H - minus.unsqueeze(-1) * minus.unsqueeze(-2) + plus.unsqueeze(-1) * plus.unsqueeze(-2)
+    return H
+
+
+@FEW_EXAMPLES
+@given(
+    seed=st.integers(0, 2**31),
+    shapes=st.lists(st.sampled_from([(1,), (4,), (5,), (8,), (13,), (2, 9), (3, 2)]), min_size=1, max_size=4),
+    pairs=st.integers(1, 5),
+)
+def test_sums_of_terms(seed: int, shapes: list[tuple[int, ...]], pairs: int) -> None:
+    torch.manual_seed(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(low_rank, "_NARROW", 4)
+        H = [symmetric(*shape) for shape in shapes]
+        q, p = ([[torch.randn(*shape, dtype=F64) for _ in range(pairs)] for shape in shapes] for _ in range(2))
+        expected, places = list(map(dense, H, q, p)), [matrix.data_ptr() for matrix in H]
+        add_terms_(H, q, p)
+    for matrix, sums, place in zip(H, expected, places, strict=True):
+        assert_close(matrix, sums, 1e-13)
+        assert torch.equal(matrix, matrix.mT) and matrix.data_ptr() == place
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_a_wide_inverse_by_several_pairs_is_that_by_each(dtype: torch.dtype) -> None:
+    """In strips, with products found before the first pair, as by one pair after the other; symmetric to the bit."""
+    torch.manual_seed(0)
+    d, k = 700, 5
+    curvature = symmetric(d, dtype=dtype) @ symmetric(d, dtype=dtype) / d
+    curvature = curvature @ curvature.mT / d + torch.eye(d, dtype=dtype)
+    s = torch.randn(k, 1, d, dtype=dtype)
+    y = s @ curvature
+    together, alone = torch.eye(d, dtype=dtype), torch.eye(d, dtype=dtype)
+    kept = bfgs_updates_each_([together], s, y)
+    assert kept.all() and torch.equal(together, together.mT)
+    for pair in zip(s, y, strict=True):
+        bfgs_update_each_([alone], *pair)
+    tolerance = 1e-12 if dtype == F64 else 1e-4
+    assert_close(together, alone, tolerance)
+    assert_close(together @ y[-1, 0], s[-1, 0], tolerance)
+    assert (torch.linalg.eigvalsh(together.double()) > 0).all()
+
+
+def test_strips_are_taken_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a wide matrix of the host by several pairs; not of blocks, of few pairs, or where each strip is a launch."""
+    taken: list[int] = []
+    monkeypatch.setattr(low_rank, "_NARROW", 4)
+    monkeypatch.setattr(low_rank, "_add_in_strips_", lambda H, q, p: taken.append(H.shape[-1]))
+
+    def add(pairs: int, *shape: int) -> None:
+        terms = [[torch.randn(shape) for _ in range(pairs)]]
+        add_terms_([symmetric(*shape, dtype=torch.float32)], terms, terms)
+
+    add(5, 4), add(2, 9), add(5, 2, 9), add(3, 9)
+    assert taken == [9]
+    monkeypatch.setattr(low_rank, "is_on_host", lambda t: False)
+    add(5, 11)
+    assert taken == [9]
