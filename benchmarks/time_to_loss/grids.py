@@ -10,13 +10,22 @@ import torch
 
 from benchmarks.untuned.entry import Entry, Setting, loop, of_model, pairs, rates
 from benchmarks.untuned.lists import ENTRIES
-from kfqn_ext.optim import OnePassKBFGS
+from kfqn_ext.optim import KroneckerOptimizer, OnePassKBFGS, OnePassKFAC
 
-_NAMES = ("onepass", "kbfgs", "kfac-untuned", "kbfgs-tuned", "sgdm", "adam", "muon", "soap", "shampoo", "kfac")
-_ROUNDED = of_model(partial(OnePassKBFGS, direction_dtype=torch.bfloat16))
+_OURS = ("onepass", "onepass-kfac", "kbfgs", "kfac-untuned", "kbfgs-tuned")
+_PEERS = ("sgdm", "adam", "muon", "soap", "shampoo", "kfac")
+
+
+def _rounded(title: str, optimizer: type[KroneckerOptimizer]) -> Entry:
+    return Entry(
+        f"{title}, bfloat16 directions", of_model(partial(optimizer, direction_dtype=torch.bfloat16)), step=loop
+    )
+
+
 OPTIMIZERS: dict[str, Entry] = {
-    **{name: ENTRIES[name] for name in _NAMES},
-    "onepass-bf16": Entry("K-BFGS, one pass, bfloat16 directions", _ROUNDED, step=loop),
+    **{name: ENTRIES[name] for name in (*_OURS, *_PEERS)},
+    "onepass-bf16": _rounded("K-BFGS, one pass", OnePassKBFGS),
+    "onepass-kfac-bf16": _rounded("KFAC, one pass", OnePassKFAC),
 }
 
 
