@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import statistics
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -71,6 +73,38 @@ def test_the_page_has_the_marks(part: str) -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_tables_are_those_of_the_logs(part: str) -> None:
     assert block(part) == PARTS[part](LOGS[part])
+
+
+def ranked(problem: str, loss: float) -> list[str]:
+    """Optimizers by the median of their seconds to a loss, who does not come there last."""
+    race = LOGS["time to loss"]["problems"][problem]
+    place = race["losses"].index(loss)
+
+    def seconds(name: str) -> float:
+        times = (seed["reached"][place] for seed in race["rows"][name]["seeds"])
+        return statistics.median(math.inf if time is None else time for time in times)
+
+    return sorted(race["rows"], key=seconds)
+
+
+def test_who_is_first_at_a_loss() -> None:
+    muon, rounded, kfac = "Muon, and AdamW for the rest", "K-BFGS, one pass, bfloat16 directions", "KFAC"
+    assert (
+        "it is tuned Muon on the autoencoder. On the VGG SOAP is first at 0.3, and Muon below. On the ResNet Muon"
+        in WORDS
+    )
+    assert {ranked("autoencoder", loss)[0] for loss in (150.0, 110.0, 90.0)} == {muon}
+    assert [ranked("vgg", loss)[0] for loss in (0.3, 0.1, 0.05)] == ["SOAP", muon, muon]
+    assert "On the ResNet Muon is first at 0.3" in WORDS
+    assert ranked("resnet", 0.3)[0] == muon
+    assert "and the one-pass rows at 0.1, with nothing tuned" in WORDS
+    assert all("one pass" in name for name in ranked("resnet", 0.1)[:4])
+    assert "the one-pass K-BFGS is second at 150 and 110 where its directions are in bfloat16" in WORDS
+    assert [ranked("autoencoder", loss)[1] for loss in (150.0, 110.0, 90.0)] == [rounded, rounded, kfac]
+    assert "At 90 it is `KFAC`, also with nothing tuned." in WORDS
+    assert "On the VGG the one-pass rows come to 0.05 right after Muon, and before Adam." in WORDS
+    at_the_end = ranked("vgg", 0.05)
+    assert all("one pass" in name for name in at_the_end[1:4]) and at_the_end.index("Adam") > 4
 
 
 def test_exponents_are_labelled_with_the_sizes_that_they_are_fitted_to() -> None:

@@ -79,3 +79,28 @@ def test_strips_are_taken_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(low_rank, "is_on_host", lambda t: False)
     add(5, 11)
     assert taken == [9]
+
+
+@pytest.mark.parametrize("condition", [1e5, 1e6])
+def test_pairs_together_are_as_safe_in_float32_as_one_by_one(condition: float) -> None:
+    """Of a matrix of such a condition that changes with the minibatch: H stays definite, and maps y to s as well."""
+    worst: dict[bool, float] = {}
+    for together in (True, False):
+        torch.manual_seed(0)
+        H, Q = 3 * torch.eye(64), torch.linalg.qr(torch.randn(64, 64, dtype=F64))[0]
+        spectrum = torch.logspace(-1, torch.tensor(condition).log10().item() - 1, 64, dtype=F64)
+        errors = []
+        for _ in range(60):
+            v = (torch.randn(5, 64, dtype=F64) * spectrum.sqrt()) @ Q.T
+            s = v @ H.double()
+            y = float(1 + 0.5 * torch.randn(()).abs()) * s @ (Q * spectrum) @ Q.T + 0.3 * s
+            pairs = s.float().unsqueeze(1), y.float().unsqueeze(1)
+            if together:
+                bfgs_updates_each_([H], *pairs)
+            else:
+                for pair in zip(*pairs, strict=True):
+                    bfgs_update_each_([H], *pair)
+            assert (torch.linalg.eigvalsh(H.double()) > 0).all()
+            errors.append(float((H.double() @ y[-1] - s[-1]).norm() / s[-1].norm()))
+        worst[together] = max(errors)
+    assert worst[True] < 3 * worst[False]
