@@ -26,6 +26,7 @@ from benchmarks.ready import Ready
 from benchmarks.report import markdown
 from benchmarks.turns import Run, prepare
 from kfqn_ext.geometry import conv
+from kfqn_ext.linalg import low_rank
 from kfqn_ext.optim import gate
 from workloads.operations import Load, Operations
 
@@ -71,7 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def count(name: str, setup: Setup) -> dict[str, Any]:
     """Of an optimizer's steps of each kind: the load by part, and what single layers launch of their own by part."""
-    with patch.object(conv, "launches_count", lambda x: True), patch.object(gate, "is_on_host", lambda t: False):
+    with (
+        patch.object(conv, "launches_count", lambda x: True),
+        patch.object(gate, "is_on_host", lambda t: False),
+        patch.object(low_rank, "is_on_host", lambda t: False),
+    ):
         steps = OPTIMIZERS[name](setup).steps
         kinds = [kind for kind in _KINDS if kind in steps]
         titles = {kind: f"{name}, {_KINDS[kind]}" if len(kinds) > 1 else name for kind in kinds}

@@ -22,9 +22,9 @@ def bfgs_updates_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tens
 
     computed as ``H - q qᵀ + p pᵀ`` with ``a² = 1 + yᵀHy``, ``q = Hy / a`` and ``p = a s - q`` for the pair rescaled to
     sᵀy = 1: one product with H and two rank-1 terms, and no power of ρ to overflow. ``H - q qᵀ`` is (H⁻¹ + y yᵀ)⁻¹, so
-    that no intermediate result is indefinite. H is read once for all pairs: what earlier ones change in H y follows from
-    their q and p. A symmetric H stays so to the last bit: an asymmetry would be left behind where H shrinks, and would
-    grow beside it.
+    that no intermediate result is indefinite. H is read once for all pairs: what earlier ones change in H y follows
+    from their q and p. A symmetric H stays so to the last bit: an asymmetry would be left behind where H shrinks, and
+    would grow beside it.
 
     Where the pair is kept, H⁺ is as positive definite as H, and H⁺y = s; elsewhere H does not change. A pair is kept
     where :func:`kfqn_ext.linalg.pairs.unit_pair` keeps it, and where H⁺ can tell its smallest eigenvalue from its

@@ -11,6 +11,7 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.parts import MEASURING, PARTS, told_apart
 from benchmarks.problems import QUICK, set_up
 from kfqn_ext.geometry import conv
+from kfqn_ext.linalg import low_rank
 from kfqn_ext.optim import Minibatch, gate, optimizer
 from kfqn_ext.optim.descent import descend
 from workloads.operations import Load, Operations
@@ -35,7 +36,8 @@ def test_the_table_is_that_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("kind", ["ordinary", "due"])
 def test_the_parts_are_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conv, "launches_count", lambda x: True)
-    monkeypatch.setattr(gate, "is_on_host", lambda t: False)
+    for module in (gate, low_rank):
+        monkeypatch.setattr(module, "is_on_host", lambda t: False)
     one, other = (set_up(QUICK["vgg16"], CPU) for _ in range(2))
     step, same = (CONTENDERS["untuned"].build(setup).steps[kind] for setup in (one, other))
     step()
