@@ -21,7 +21,7 @@ def push_unit_pair(pairs: Tensor, s: Tensor, y: Tensor, kept: Tensor) -> Tensor:
 
     Args:
         pairs: [S; Y], [*B, 2p, d].
-        s: Step, [*B, d], rescaled by :func:`kfqn_ext.linalg.pairs.unit_pair_beside`.
+        s: Step, [*B, d], rescaled by ``kfqn_ext.linalg.pairs.unit_pair_beside``.
         y: Change of the gradient along it, likewise.
         kept: Which pairs are usable, bool [*B, 1].
 
