@@ -51,6 +51,15 @@ def _rows(lines: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[Curve]]]
     return rows
 
 
+def _longest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines, each without the optimizers of which another has a longer run."""
+    most = {name: max(r["epochs"] for r in lines if name in r["optimizers"]) for r in lines for name in r["optimizers"]}
+    return [
+        {**r, "optimizers": {name: title for name, title in r["optimizers"].items() if most[name] == r["epochs"]}}
+        for r in lines
+    ]
+
+
 def after(curve: Curve, epoch: int) -> str:
     """The loss after an epoch; ∞ where it is not finite, and where training has ended before."""
     loss = next((loss for number, _, loss in curve if number == epoch), None)
@@ -65,9 +74,9 @@ def until(curve: Curve, target: float) -> str:
 
 
 def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw losses by epoch, from the first one on; an optimizer has one look for all seeds."""
+    """Draw losses by epoch, from the first one on, in the longest runs; an optimizer has one look for all seeds."""
     figure, ax = plt.subplots(figsize=(WIDTH, 4.2), layout="constrained")
-    for number, (title, _, curves) in enumerate(_rows(lines)):
+    for number, (title, _, curves) in enumerate(_rows(_longest(lines))):
         for curve in curves:
             points = [(epoch, loss) for epoch, _, loss in curve[1:] if loss is not None]
             ax.plot(*zip(*points, strict=True), label=title, **look(number))

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.untuned import autoencoder, study, training
+from benchmarks.untuned import autoencoder, autoencoder_report, study, training
 from benchmarks.untuned.autoencoder import CHOSEN, one, small_problem
 from benchmarks.untuned.autoencoder_report import after, render, until
 from benchmarks.untuned.data import Source
@@ -122,3 +123,18 @@ def test_each_number_of_epochs_is_a_line_of_the_file(tmp_path: Path) -> None:
 def test_seconds_can_be_left_out(tmp_path: Path) -> None:
     results, _ = run(tmp_path, "--optimizers", "onepass", "--without-seconds")
     assert [seconds for _, seconds, _ in results["cells"][0]["curve"]] == 3 * [None]
+
+
+def test_the_figure_has_the_longest_run_of_each_optimizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In seven rows of a log the eye can't follow seven lines."""
+
+    def results(epochs: int, *names: str) -> dict[str, Any]:
+        cells = [{"optimizer": name, "curve": [[0, None, 9.0], [1, None, 8.0], [epochs, None, 7.0]]} for name in names]
+        return {"epochs": epochs, "optimizers": {name: name.upper() for name in names}, "cells": cells}
+
+    drawn: list[str] = []
+    monkeypatch.setattr(
+        autoencoder_report, "save", lambda figure, path: drawn.extend(t.get_text() for t in figure.legends[0].texts)
+    )
+    autoencoder_report.draw([results(16, "a", "b", "c"), results(40, "b"), results(100, "a")], tmp_path / "figure.png")
+    assert drawn == ["C, 16 epochs", "B, 40 epochs", "A, 100 epochs"]
