@@ -45,15 +45,16 @@ def bfgs_updates_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tens
     diagonal = stack(H.diagonal(dim1=-2, dim2=-1) for H in inverses)
     s, y, kept = unit_pair(s, y)
     Hy = _products(inverses, y)
-    terms, usable = [], []
+    usable = []
     for i in range(len(s)):
         later = slice(i + 1, None)
         q, p, used = _terms(s[i], y[i], Hy[i], kept[i], diagonal)
         _add_products_(Hy[later], y[later], q, p)
         diagonal.addcmul_(q, q, value=-1).addcmul_(p, p)
-        terms.append(torch.stack((q, p)))
+        Hy[i], s[i] = q, p  # in the places of what is needed no longer
         usable.append(used)
-    _add_all_(inverses, torch.stack(terms))
+    sizes = [H.shape[-1] for H in inverses]
+    add_terms_(inverses, *([list(own.unbind()) for own in unstack(v.movedim(1, 0), sizes)] for v in (Hy, s)))
     return torch.stack(usable).squeeze(-1)
 
 
@@ -67,13 +68,6 @@ def _add_products_(Hy: Tensor, y: Tensor, q: Tensor, p: Tensor) -> None:
     """Make of H y what it is after a pair whose terms are q and p, [L, *B, d], for later pairs, [k, L, *B, d]."""
     if len(y):
         Hy.addcmul_(q, dot(q, y), value=-1).addcmul_(p, dot(p, y))
-
-
-def _add_all_(inverses: Sequence[Tensor], terms: Tensor) -> None:
-    """Add the terms q and p of all pairs to the matrices, [k, 2, L, *B, d]."""
-    of_each = unstack(terms.movedim(2, 0), [H.shape[-1] for H in inverses])
-    q, p = ([list(own[:, which].unbind()) for own in of_each] for which in (0, 1))
-    add_terms_(inverses, q, p)
 
 
 def _terms(s: Tensor, y: Tensor, Hy: Tensor, kept: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
