@@ -24,7 +24,7 @@ SIZES = (
     *((1, 28, 1), (3, 32, 1), (16, 32, 1), (32, 16, 1), (64, 8, 1), (128, 16, 1), (256, 8, 1)),
     *((64, 32, 64), (64, 16, 16), (128, 8, 8)),
 )
-COLUMNS = (1, 5)  # of s: the mean input alone, or four random directions besides
+COLUMNS = (1, 5)  # of s: one for the mean input, as in the paper, or four more, as by default
 _HEAD = ["channels of", "A: patches", "lines", "correlations", "A s: patches", "convolution", "shifts"]
 _HEAD += [f"{way}, {COLUMNS[1]} columns" for way in _HEAD[-2:]]
 

@@ -150,15 +150,15 @@ class ConvGeometry(LayerGeometry):
     def _shifts_pay(self, k: int) -> bool:
         """Whether A s with k columns costs less by shifts, whose maps have k |Δ| numbers a pixel where a group has J.
 
-        Measured on a CPU (``python -m benchmarks.ways``): 2 to 5 times less where k |Δ| < J, alike near 3 J, and up to
-        ten times more for few channels.
+        Measured on a CPU (``python -m benchmarks.ways``): 2 to 5 times less where k |Δ| < J, alike near 3 J, and
+        several times more for few channels.
         """
         return k * torch.Size(self.kernel_size).numel() <= 3 * self._per_group
 
     def _gram_pays(self, k: int) -> bool:
         """Whether A s with k columns costs less from A itself: in small groups, where convolutions are slow on a CPU.
 
-        Depthwise ones are not, with one column.
+        With one column of a depthwise layer A gains nothing.
         """
         in_small_groups = self.groups > 1 and self._per_group <= 16
         return in_small_groups and self._per_group * k > 1 and not self._shifts_pay(k)

@@ -84,12 +84,16 @@ def test_on_how_many_it_is_near_the_better_of_soap_and_muon() -> None:
     assert f"Its loss is at most 1.3 times theirs on {computed[0]} after 200 steps, and on {computed[1]} after" in WORDS
 
 
-def test_on_how_many_one_pass_kfac_ends_lower() -> None:
-    def lower(results: dict[str, Any], problem: str, own: list[float]) -> bool:
-        return fmean(own) < fmean(found(results, "onepass", 200)[problem])
-
-    assert count(200, lower, row="onepass-kfac") == "14 of 14"
-    words = "After 200 steps `OnePassKFAC(model)` ends lower than it on all fourteen"
+def test_on_which_one_pass_kfac_ends_lower() -> None:
+    """On all that one-pass K-BFGS trains: those on which it is below Adam. On the other, neither trains."""
+    trained, lower = 0, 0
+    for results in SETS:
+        adam, own, kfac = (found(results, row, 200) for row in ("adam", "onepass", "onepass-kfac"))
+        better = [problem for problem in own if fmean(own[problem]) < fmean(adam[problem])]
+        trained += len(better)
+        lower += sum(fmean(kfac[problem]) < fmean(own[problem]) for problem in better)
+    assert (trained, lower) == (13, 13)
+    words = "On these thirteen `OnePassKFAC(model)` ends lower still after 200 steps."
     assert words in " ".join((ROOT / "README.md").read_text().split())
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kfqn_ext.linalg import bfgs_update_each_, bfgs_updates_each_, low_rank
 from kfqn_ext.linalg.low_rank import add_terms_
+from tests import reference as ref
 from tests.cases import FEW_EXAMPLES, assert_close
 
 F64 = torch.float64
@@ -104,3 +105,23 @@ def test_pairs_together_are_as_safe_in_float32_as_one_by_one(condition: float) -
             errors.append(float((H.double() @ y[-1] - s[-1]).norm() / s[-1].norm()))
         worst[together] = max(errors)
     assert worst[True] < 3 * worst[False]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_pair_that_is_shortened_is_the_update_with_a_shorter_step(which: int) -> None:
+    """With s / τ, by which the trace becomes a hundred times as large at most; as the first pair, or as a later one."""
+    torch.manual_seed(0)
+    H = symmetric(5) @ symmetric(5).mT
+    H = H @ H.mT / 25 + torch.eye(5, dtype=F64)
+    s = torch.randn(2, 5, dtype=F64)
+    y = s @ (torch.eye(5, dtype=F64) + 0.1 * symmetric(5))
+    y[which] *= 1e-6
+    assert (s * y).sum(-1).min() > 0
+    expected, taus = H.clone(), []
+    for step, change in zip(s, y, strict=True):
+        length = (step @ step) / (step @ change)
+        taus.append(max(1.0, float(length / (100 * expected.trace()))))
+        expected = ref.bfgs(expected, step / taus[-1], change)
+    assert [tau > 1 for tau in taus] == [which == 0, which == 1]
+    bfgs_updates_each_([H], s.unsqueeze(1), y.unsqueeze(1))
+    assert_close(H, expected, 1e-9)
