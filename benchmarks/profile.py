@@ -19,6 +19,7 @@ from benchmarks.problems import PROBLEMS, QUICK
 from benchmarks.report import markdown, save
 from benchmarks.turns import prepare
 from kfqn_ext.optim.inverses import InputInverse, OutputInverse
+from kfqn_ext.optim.inverses.base import Inverse
 from workloads.bench import Bench
 from workloads.clock import now
 from workloads.cost_formulas import Frequencies
@@ -52,9 +53,10 @@ class Ranges:
         with ExitStack() as stack:
             for name, (base, methods) in _RANGES.items():
                 for rule in _with_subclasses(base):
-                    for method in set(methods) & set(vars(rule)):
-                        timed = self._timed(name, vars(rule)[method])
-                        stack.enter_context(patch.object(rule, method, timed))
+                    for method in methods:
+                        function = getattr(rule, method)  # its own, or inherited; a recipe sees who recomputes nothing
+                        if function is not getattr(Inverse, method, None):
+                            stack.enter_context(patch.object(rule, method, self._timed(name, function)))
             yield
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
-"""Ways to A and to A s of a convolution: ``python -m benchmarks.ways``.
+"""Ways to A and to A s of a convolution, and to products with few vectors: ``python -m benchmarks.ways``.
 
 The usual one, by patches that ``F.unfold`` writes out, beside those among which ``kfqn_ext.geometry`` chooses by the
-layer's shape and by how many columns s has. 3×3 kernels, 128 images. Milliseconds of process time, medians, one thread.
+layer's shape and by how many columns s has. 3×3 kernels, 128 images. Then A s of a linear layer and a product with H,
+of vectors that stand as columns and as rows. Milliseconds of process time, medians, one thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from benchmarks.tried import milliseconds
 from kfqn_ext.geometry import ConvGeometry, geometry_of
 from kfqn_ext.geometry.conv_gram import correlation_gram
 from kfqn_ext.geometry.conv_lines import line_gram
+from kfqn_ext.linalg import few_columns
 
 # Channels, height and width, and groups.
 SIZES = (
@@ -25,6 +27,7 @@ SIZES = (
     *((64, 32, 64), (64, 16, 16), (128, 8, 8)),
 )
 COLUMNS = (1, 5)  # of s: one for the mean input, as in the paper, or four more, as by default
+VECTORS = ((128, 65, 5), (1000, 785, 5), (1000, 785, 2), (1000, 785, 1), (4096, 577, 5))  # data, inputs, how many
 _HEAD = ["channels of", "A: patches", "lines", "correlations", "A s: patches", "convolution", "shifts"]
 _HEAD += [f"{way}, {COLUMNS[1]} columns" for way in _HEAD[-2:]]
 
@@ -38,12 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     found = {name(*shape): [milliseconds(run) for run in runs(args.batch, *shape).values()] for shape in SIZES}
-    options.finish(args, "ways", torch.device("cpu"), {"milliseconds": found}, render)
+    few = [[*shape, *map(milliseconds, few_vectors(*shape))] for shape in VECTORS]
+    options.finish(args, "ways", torch.device("cpu"), {"milliseconds": found, "vectors": few}, render)
 
 
 def render(results: dict[str, Any]) -> str:
-    """A row a layer."""
-    return markdown([_HEAD, *([layer, *(f"{ms:.2f}" for ms in row)] for layer, row in results["milliseconds"].items())])
+    """A row a layer, and one for each number of vectors."""
+    layers = [_HEAD, *([layer, *_texts(row)] for layer, row in results["milliseconds"].items())]
+    vectors = [["inputs, vectors", "A s: columns", "rows", "H s: columns", "rows"]]
+    vectors += [[f"{data}×{d}, {k}", *_texts(row)] for data, d, k, *row in results["vectors"]]
+    return f"{markdown(layers)}\n\n{markdown(vectors)}"
+
+
+def _texts(row: Sequence[float]) -> list[str]:
+    return [f"{ms:.2f}" for ms in row]
 
 
 def name(channels: int, size: int, groups: int) -> str:
@@ -59,7 +70,7 @@ def runs(
     geometry = cast(ConvGeometry, geometry_of(layer))
     new, d = partial(torch.randn, device=device), geometry.d_in
     x, A = new(batch, channels, size, size), new(groups, d, d)
-    (s, none), (several, nones) = ((new(groups, d, k), torch.zeros(groups, k, device=device)) for k in COLUMNS)
+    (s, none), (several, nones) = ((new(groups, k, d).mT, torch.zeros(groups, k, device=device)) for k in COLUMNS)
     one = (1, 1)
     ways = [
         partial(_gram_of_patches, x, groups),
@@ -72,6 +83,18 @@ def runs(
         partial(geometry._shifted_product, x, one, several, nones),
     ]
     return dict(zip(_HEAD[1:], ways, strict=True))
+
+
+def few_vectors(data: int, d: int, k: int) -> list[Callable[[], object]]:
+    """xᵀx s and H s, each with s as k columns and as k rows."""
+    x, H, s = torch.randn(data, d), torch.randn(d, d), torch.randn(d, k)
+    rows = s.mT.contiguous().mT
+    return [
+        lambda: x.mT @ (x @ s),
+        partial(few_columns.gram_product, x, rows),
+        lambda: H @ s,
+        partial(few_columns.product, H, rows),
+    ]
 
 
 def _patches(x: Tensor, groups: int) -> Tensor:

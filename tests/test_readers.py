@@ -11,7 +11,7 @@ import torch
 from benchmarks.untuned.data import Source
 from benchmarks.untuned.held_out import HELD_OUT
 from benchmarks.untuned.problem import mean_loss, minibatches
-from kfqn_ext import OnePassKBFGS
+from kfqn_ext import OnePassKBFGS, optim
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": (ROOT / "README.md").read_text(), "start.md": (ROOT / "docs/start.md").read_text()}
@@ -43,6 +43,14 @@ def test_quantities_of_a_cnn(page: str) -> None:
     q, layer = names["q"], names["model"][0]
     assert q.a_bar.shape == (10,) and q.h_bar.shape == q.dh_bar.shape == (4,)
     torch.testing.assert_close(q.num_locations * q.dh_bar, layer.bias.grad)
+
+
+def test_every_optimizer_has_a_row() -> None:
+    _, _, rest = PAGES["README.md"].partition("## Optimizers\n")
+    table = " ".join(re.findall(r"^\| (`.*?) \|", rest, re.MULTILINE))
+    exported = {name for name in optim.__all__ if isinstance(getattr(optim, name), type)}
+    rows = {name for name in exported if issubclass(getattr(optim, name), optim.KroneckerOptimizer)}
+    assert set(re.findall(r"`(\w+)`", table)) == rows - {"KroneckerOptimizer"}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -116,8 +116,9 @@ class FisherProducts(LayerExtension[FisherProduct]):
 
     def measure(self, module: nn.Module, layer: LayerPass) -> FisherProduct:  # noqa: D102
         chosen = None if self.output_probe is None else self.output_probe(module)
-        ones = layer.g.new_ones(*layer.geometry.blocks, layer.geometry.d_out, 1)
-        return self._product(layer, *(chosen or (ones, None)))
+        if chosen is not None:
+            return self._product(layer, *chosen)
+        return self._product(layer, layer.g.new_ones(*layer.geometry.blocks, layer.geometry.d_out, 1), None)
 
     def measure_more(self, module: nn.Module, old: FisherProduct, layer: LayerPass) -> FisherProduct:  # noqa: D102
         return self._product(layer, old.s, old.kept)

@@ -61,7 +61,9 @@ class GramOperator:
                 f"A has shape {list(self.shape)}; it multiplies [{', '.join(map(str, (*blocks, d)))}] or "
                 f"[{', '.join(map(str, (*blocks, d)))}, k], not {list(s.shape)}."
             )
-        total = sum(x.shape[0] for x in self.inputs)
         s = s.to(self.inputs[0].dtype)
+        if len(self.inputs) == 1:
+            return self.geometry.gram_product(self.inputs[0], s)
+        total = sum(x.shape[0] for x in self.inputs)
         products = [self.geometry.gram_product(x, s) * (x.shape[0] / total) for x in self.inputs]
         return sum(products[1:], start=products[0])

@@ -84,8 +84,5 @@ class FactorTraces(InputTraces[Traces]):
 
 
 def _of_inputs(layer: LayerPass) -> InputTrace:
-    # E_n Σ_t ‖a_t‖²: a patch of the batch mean of x² holds the mean squares of a patch of x. (A homogeneous 1 is its
-    # own square.)
-    x_squared = layer.x.square().mean(0, keepdim=True)  # a norm over the data costs a CPU ten times as much
-    A = layer.geometry.mean_patch(x_squared).sum(-1) * layer.num_locations
-    return InputTrace(A=A / layer.geometry.d_in, num_data=layer.num_data, num_locations=layer.num_locations)
+    A = layer.geometry.trace(layer.x, layer.num_locations) / layer.geometry.d_in
+    return InputTrace(A=A, num_data=layer.num_data, num_locations=layer.num_locations)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from kfqn_ext._torch import is_attention_projection
+from kfqn_ext.linalg import few_columns
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,18 @@ class LayerGeometry(ABC):
     def gram_product(self, x: Tensor, s: Tensor) -> Tensor:
         """A s = (1/N) Σ_n Σ_t a_t a_tᵀ s, ``eq_14``, without forming A: [*B, d_in, k] → [*B, d_in, k]."""
         a = _rows(self.patches(x))
-        return a.mT @ (a @ s) / x.shape[0]
+        return few_columns.gram_product(a, s) / x.shape[0]
 
     def gram(self, x: Tensor) -> Tensor:
         """A = (1/N) Σ_n Σ_t a_t a_tᵀ, ``eq_8``: [*B, d_in, d_in]."""
         a = _rows(self.patches(x))
         return (a.mT @ a).div_(x.shape[0])
+
+    def trace(self, x: Tensor, num_locations: int) -> Tensor:
+        """tr(A) = (1/N) Σ_n Σ_t ‖a_t‖², with T locations: [*B]."""
+        # A patch of the batch mean of x² holds the mean squares of a patch of x. (A homogeneous 1 is its own square.)
+        squares = x.square().mean(0, keepdim=True)  # a norm over the data costs a CPU ten times as much
+        return self.mean_patch(squares).sum(-1) * num_locations
 
     def sum_outputs(self, g: Tensor) -> Tensor:
         """Σ_n Σ_t of an output-shaped tensor: [*B, d_out]."""
@@ -139,7 +146,7 @@ class LayerGeometry(ABC):
     def gram_outputs_product(self, g: Tensor, s: Tensor) -> Tensor:
         """The same matrix times s, without forming it: [*B, d_out, k] → [*B, d_out, k]."""
         h = _rows(self.outputs(g))
-        return h.mT @ (h @ s)
+        return few_columns.gram_product(h, s)
 
 
 def _rows(by_location: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from kfqn_ext.geometry.base import LayerGeometry, register
 from kfqn_ext.geometry.conv_gram import correlation_gram
 from kfqn_ext.geometry.conv_lines import line_gram
 from kfqn_ext.geometry.conv_product import shifted_product
+from kfqn_ext.linalg import few_columns
 
 _CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _WEIGHT_GRAD: dict[int, Callable[..., Tensor]] = {
@@ -137,7 +138,7 @@ class ConvGeometry(LayerGeometry):
         num_data, inner, k = x.shape[0], self.inner, s.shape[-1]
         on_cpu = not launches_count(x)
         if on_cpu and self._gram_pays(k):
-            return self.gram(x) @ s
+            return few_columns.product(self.gram(x), s)
         x, padding = self._prepare(x)
         s = s.reshape(self.groups, self.d_in, -1)
         constant = s[:, inner] if self.has_bias else torch.zeros_like(s[:, 0])
@@ -235,10 +236,9 @@ class ConvGeometry(LayerGeometry):
 
     def gram_outputs_product(self, g: Tensor, s: Tensor) -> Tensor:  # noqa: D102
         if self.d_out <= _FEW_OUTPUTS:
-            return self.gram_outputs(g) @ s
+            return few_columns.product(self.gram_outputs(g), s)
         maps, s = g.reshape(len(g), self.groups, self.d_out, -1), s.reshape(self.groups, self.d_out, -1)
-        u = s.mT @ maps  # and not mapsᵀ s, which costs a CPU several times as much
-        return self._block_view((maps @ u.mT).sum(0))
+        return self._block_view(few_columns.gram_product(maps.mT, s).sum(0))
 
     def patches(self, x: Tensor) -> Tensor:  # noqa: D102
         x = self.pad(x)

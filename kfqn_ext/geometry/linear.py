@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kfqn_ext.geometry.base import LayerGeometry, register
+from kfqn_ext.linalg import few_columns
 
 
 class LinearGeometry(LayerGeometry):
@@ -28,9 +29,9 @@ class LinearGeometry(LayerGeometry):
     def gram_product(self, x: Tensor, s: Tensor) -> Tensor:  # noqa: D102
         rows = x.flatten(0, -2)
         if not self.has_bias:
-            return rows.T @ (rows @ s) / x.shape[0]
-        u = rows @ s[:-1] + s[-1:]
-        return torch.cat((rows.T @ u, u.sum(0, keepdim=True))) / x.shape[0]
+            return few_columns.gram_product(rows, s) / x.shape[0]
+        u = s[:-1].T @ rows.T + s[-1:].T
+        return torch.cat((u @ rows, u.sum(1, keepdim=True)), dim=1).T / x.shape[0]
 
     def gram(self, x: Tensor) -> Tensor:  # noqa: D102
         rows = x.flatten(0, -2)
@@ -42,9 +43,13 @@ class LinearGeometry(LayerGeometry):
             A[inner, inner] = rows.shape[0]
         return A.div_(x.shape[0])
 
+    def trace(self, x: Tensor, num_locations: int) -> Tensor:  # noqa: D102
+        norm: Tensor = torch.linalg.vector_norm(x)  # of all entries at once, which a CPU does fast
+        mean = norm.square() / x.shape[0]
+        return mean + num_locations if self.has_bias else mean
+
     def gram_outputs_product(self, g: Tensor, s: Tensor) -> Tensor:  # noqa: D102
-        rows = g.flatten(0, -2)
-        return rows.T @ (rows @ s)
+        return few_columns.gram_product(g.flatten(0, -2), s)
 
     def patches(self, x: Tensor) -> Tensor:  # noqa: D102
         a = self.outputs(x)

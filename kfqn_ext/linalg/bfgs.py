@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kfqn_ext.linalg import few_columns
 from kfqn_ext.linalg.low_rank import add_terms_
 from kfqn_ext.linalg.padded import stack, unstack
 from kfqn_ext.linalg.pairs import RESOLUTION, dot, overlong, unit_pair
@@ -60,8 +61,10 @@ def bfgs_updates_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tens
 
 def _products(inverses: Sequence[Tensor], y: Tensor) -> Tensor:
     """H y of each H with its vectors, [k, L, *B, d], padded: an H is read once for all."""
-    columns = (y[:, i, ..., : H.shape[-1]].movedim(0, -1) for i, H in enumerate(inverses))
-    return stack(H @ V for H, V in zip(inverses, columns, strict=True)).movedim(-1, 0).contiguous()
+    # Copies, so that rounding does not depend on where a layer stands among others.
+    rows = (y[:, i, ..., : H.shape[-1]].movedim(0, -2).clone() for i, H in enumerate(inverses))
+    columns = map(few_columns.product, inverses, (v.mT for v in rows))
+    return stack(columns).movedim(-1, 0).contiguous()
 
 
 def _add_products_(Hy: Tensor, y: Tensor, q: Tensor, p: Tensor) -> None:

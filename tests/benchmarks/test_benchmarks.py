@@ -253,7 +253,7 @@ def test_ways_to_products(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     shown = capsys.readouterr().out
     logged(tmp_path / "log.json", shown_by(ways), shown)
     rows = [line.strip("|").split("|") for line in shown.splitlines() if "×" in line]
-    assert len(rows) == len(ways.SIZES)
+    assert len(rows) == len(ways.SIZES) + len(ways.VECTORS)
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
 
 

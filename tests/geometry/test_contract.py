@@ -71,6 +71,7 @@ def test_sums_equal_those_of_explicit_patches(case: Case, way: str) -> None:
     assert kind.num_locations(geometry, g) == T
     assert_close(kind.mean_patch(geometry, x), a.sum((0, 1)) / (N * T), 1e-12, a.abs().mean((0, 1)))
     assert_close(kind.gram(geometry, x), A, 1e-12)
+    assert_close(kind.trace(geometry, x, T), A.diagonal(dim1=-2, dim2=-1).sum(-1), 1e-12)
     assert_close(kind.gram_product(geometry, x, s), A @ s, 1e-12, A.abs() @ s.abs())
     assert_close(kind.sum_outputs(geometry, g), h.sum((0, 1)), 1e-12, h.abs().sum((0, 1)))
     G, v = torch.einsum("nt...i,nt...j->...ij", h, h), torch.randn(*geometry.blocks, geometry.d_out, 2, dtype=F64)

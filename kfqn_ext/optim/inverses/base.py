@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.extensions import InputGram, KFACFactors, LayerExtension
+from kfqn_ext.linalg import few_columns
 from kfqn_ext.linalg.padded import stack, unstack
 
 Q = TypeVar("Q")
@@ -238,8 +239,8 @@ def check_num_random(number: object) -> None:
 
 def unit_columns(V: Tensor) -> Tensor:
     """V with columns of length one, [*B, d, k]; those of zeros stay."""
-    norms = torch.linalg.vector_norm(V, dim=-2, keepdim=True)
-    return V / torch.where(norms > 0, norms, 1.0)
+    norms: Tensor = torch.linalg.vector_norm(V, dim=-2, keepdim=True)
+    return V / norms.clamp(min=torch.finfo(V.dtype).tiny)
 
 
 def random_columns(M: Tensor, number: int, step: int) -> Tensor:
@@ -247,7 +248,8 @@ def random_columns(M: Tensor, number: int, step: int) -> Tensor:
     generator = None if M.is_meta else torch.Generator(M.device).manual_seed(step)
     shape = (*M.shape[:-2], M.shape[-1], number)
     # In float32 whatever M is: a generator has other numbers for each dtype.
-    return M @ torch.randn(shape, generator=generator, dtype=torch.float32, device=M.device).to(M.dtype)
+    columns = torch.randn(shape, generator=generator, dtype=torch.float32, device=M.device).to(M.dtype)
+    return few_columns.product(M, columns)
 
 
 def times(H: Tensor, v: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kfqn_ext.extensions import InputGram, KFACFactors
 from kfqn_ext.linalg import damped_inverse
 from kfqn_ext.optim.inverses.averages import Decay, check_decay, move_towards
-from kfqn_ext.optim.inverses.base import InputInverse, Kinds, Measured, OutputInverse, Seen, State
+from kfqn_ext.optim.inverses.base import InputInverse, Inverse, Kinds, Measured, OutputInverse, Seen, State
 
 
 def _mean_eigenvalue(A: Tensor) -> Tensor:
@@ -35,7 +35,43 @@ class BatchInverse(InputInverse):
 
 
 @dataclass(frozen=True)
-class MovingInverse(InputInverse):
+class _OfAverage(Inverse):
+    """(F + λ I)⁻¹ with a moving average of a factor F, as in ``line_11`` of ``algo_1``.
+
+    Attributes:
+        decay: β in F ← βF + (1 - β) F of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
+    """
+
+    decay: Decay = 0.9
+    average: ClassVar[str]
+    """What a state calls the average; of ``recomputed``, the one name is the inverse's."""
+
+    def __post_init__(self) -> None:
+        """Check β."""
+        check_decay(self.decay)
+
+    def factor(self, measured: Measured) -> Tensor:
+        """F of this minibatch."""
+        raise NotImplementedError
+
+    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
+        state[self.average] = self.factor(measured)
+        self.update_inverse(state, damping)
+
+    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
+        for state, measured in zip(states, seen.second if self.second else seen.first, strict=True):
+            move_towards(state[self.average], self.factor(measured), self.decay, seen)
+
+    def update_inverse(self, state: State, damping: Tensor) -> None:  # noqa: D102
+        (name,) = self.recomputed
+        state[name] = damped_inverse(state[self.average], damping)
+
+    def trace(self, state: State) -> Tensor | None:  # noqa: D102
+        return _mean_eigenvalue(state[self.average])
+
+
+@dataclass(frozen=True)
+class MovingInverse(_OfAverage, InputInverse):
     """H_A = (A + λ_A I)⁻¹ with a moving average A: H_Ω of ``algo_1``, from the pass that training runs anyway.
 
     A = Ω, [*B, d_in, d_in], is a mean over data of sums over locations.
@@ -44,32 +80,17 @@ class MovingInverse(InputInverse):
         decay: β in A ← βA + (1 - β) A of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
     """
 
-    decay: Decay = 0.9
+    average: ClassVar[str] = "A"
     first: ClassVar[Kinds] = (KFACFactors,)  # as FisherInverse: A is formed once for both
     starts_from: ClassVar[Kinds] = (KFACFactors,)
     recomputed: ClassVar[tuple[str, ...]] = ("H_A",)
 
-    def __post_init__(self) -> None:
-        """Check β."""
-        check_decay(self.decay)
-
-    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
-        state["A"] = measured[KFACFactors].Omega
-        self.update_inverse(state, damping)
-
-    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        for state, measured in zip(states, seen.first, strict=True):
-            move_towards(state["A"], measured[KFACFactors].Omega, self.decay, seen)
-
-    def update_inverse(self, state: State, damping: Tensor) -> None:  # noqa: D102
-        state["H_A"] = damped_inverse(state["A"], damping)
-
-    def trace(self, state: State) -> Tensor | None:  # noqa: D102
-        return _mean_eigenvalue(state["A"])
+    def factor(self, measured: Measured) -> Tensor:  # noqa: D102
+        return measured[KFACFactors].Omega
 
 
 @dataclass(frozen=True)
-class FisherInverse(OutputInverse):
+class FisherInverse(_OfAverage, OutputInverse):
     """H_G = (Γ̂ + ε I)⁻¹ with a moving average Γ̂ of the minibatches' own Γ, each in units of its mean eigenvalue.
 
     H_Γ of ``algo_1`` with the data's targets, from the pass that training runs anyway. Γ, [*B, d_out, d_out], is a mean
@@ -83,93 +104,56 @@ class FisherInverse(OutputInverse):
         decay: β in Γ̂ ← βΓ̂ + (1 - β) Γ̂ of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
     """
 
-    decay: Decay = 0.9
+    average: ClassVar[str] = "Gamma"
     first: ClassVar[Kinds] = (KFACFactors,)
     in_own_units: ClassVar[bool] = True
     recomputed: ClassVar[tuple[str, ...]] = ("H_G",)
 
-    def __post_init__(self) -> None:
-        """Check β."""
-        check_decay(self.decay)
-
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
-        state["Gamma"] = torch.diag_embed(torch.ones_like(like)).contiguous()
+        state[self.average] = torch.diag_embed(torch.ones_like(like)).contiguous()
         self.update_inverse(state, damping)
 
-    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        for state, measured in zip(states, seen.first, strict=True):
-            move_towards(state["Gamma"], _in_own_units(measured[KFACFactors].Gamma), self.decay, seen)
+    def factor(self, measured: Measured) -> Tensor:
+        """Γ ÷ its mean eigenvalue; zero where Γ is."""
+        Gamma = measured[KFACFactors].Gamma
+        mean = _mean_eigenvalue(Gamma).clamp(min=torch.finfo(Gamma.dtype).tiny)
+        return Gamma / mean.unsqueeze(-1).unsqueeze(-1)
 
-    def update_inverse(self, state: State, damping: Tensor) -> None:  # noqa: D102
-        state["H_G"] = damped_inverse(state["Gamma"], damping)
-
-
-def _in_own_units(Gamma: Tensor) -> Tensor:
-    """Γ ÷ its mean eigenvalue; zero where Γ is."""
-    mean = _mean_eigenvalue(Gamma).clamp(min=torch.finfo(Gamma.dtype).tiny)
-    return Gamma / mean.unsqueeze(-1).unsqueeze(-1)
+    def trace(self, state: State) -> Tensor | None:
+        """None: Γ̂ counts in units of it."""
+        return None
 
 
 @dataclass(frozen=True)
-class OmegaInverse(InputInverse):
+class OmegaInverse(_OfAverage, InputInverse):
     """H_Ω = (Ω + λ_A I)⁻¹ with a moving average Ω, ``line_11`` of ``algo_1``.
 
     Attributes:
         decay: β in Ω ← βΩ + (1 - β) Ω of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
     """
 
-    decay: Decay = 0.9
+    average: ClassVar[str] = "Omega"
     second: ClassVar[Kinds] = (KFACFactors,)
     starts_from: ClassVar[Kinds] = (KFACFactors,)
     recomputed: ClassVar[tuple[str, ...]] = ("H_A",)
 
-    def __post_init__(self) -> None:
-        """Check β."""
-        check_decay(self.decay)
-
-    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
-        state["Omega"] = measured[KFACFactors].Omega
-        self.update_inverse(state, damping)
-
-    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        for state, measured in zip(states, seen.second, strict=True):
-            move_towards(state["Omega"], measured[KFACFactors].Omega, self.decay, seen)
-
-    def update_inverse(self, state: State, damping: Tensor) -> None:  # noqa: D102
-        state["H_A"] = damped_inverse(state["Omega"], damping)
-
-    def trace(self, state: State) -> Tensor | None:  # noqa: D102
-        return _mean_eigenvalue(state["Omega"])
+    def factor(self, measured: Measured) -> Tensor:  # noqa: D102
+        return measured[KFACFactors].Omega
 
 
 @dataclass(frozen=True)
-class GammaInverse(OutputInverse):
+class GammaInverse(_OfAverage, OutputInverse):
     """H_Γ = (Γ + λ_G I)⁻¹ with a moving average Γ from sampled targets, ``line_11`` of ``algo_1``.
 
     Attributes:
         decay: β in Γ ← βΓ + (1 - β) Γ of this minibatch, or k ↦ β: :func:`~kfqn_ext.optim.running_mean`.
     """
 
-    decay: Decay = 0.9
+    average: ClassVar[str] = "Gamma"
     fisher: ClassVar[bool] = True
     second: ClassVar[Kinds] = (KFACFactors,)
     starts_from: ClassVar[Kinds] = (KFACFactors,)
     recomputed: ClassVar[tuple[str, ...]] = ("H_G",)
 
-    def __post_init__(self) -> None:
-        """Check β."""
-        check_decay(self.decay)
-
-    def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
-        state["Gamma"] = measured[KFACFactors].Gamma
-        self.update_inverse(state, damping)
-
-    def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
-        for state, measured in zip(states, seen.second, strict=True):
-            move_towards(state["Gamma"], measured[KFACFactors].Gamma, self.decay, seen)
-
-    def update_inverse(self, state: State, damping: Tensor) -> None:  # noqa: D102
-        state["H_G"] = damped_inverse(state["Gamma"], damping)
-
-    def trace(self, state: State) -> Tensor | None:  # noqa: D102
-        return _mean_eigenvalue(state["Gamma"])
+    def factor(self, measured: Measured) -> Tensor:  # noqa: D102
+        return measured[KFACFactors].Gamma

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.extensions import FisherProduct, FisherProducts
-from kfqn_ext.linalg import bfgs_updates_each_
+from kfqn_ext.linalg import bfgs_updates_each_, few_columns
 from kfqn_ext.linalg.padded import stack
 from kfqn_ext.optim.inverses.averages import Decay, check_decay, decay_at
 from kfqn_ext.optim.inverses.base import (
@@ -65,8 +65,8 @@ class FisherAction(OutputInverse):
 
     def probe(self, state: State, v: Tensor, step: int) -> tuple[Tensor, Tensor] | None:  # noqa: D102
         random = random_columns(state["momentum"], self.num_random, step)
-        V = unit_columns(torch.cat((v.unsqueeze(-1), random), dim=-1))
-        return state["H_G"] @ V, V
+        V = unit_columns(torch.cat((v.unsqueeze(-2), random.mT), dim=-2).mT)
+        return few_columns.product(state["H_G"], V), V
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
         known = [i for i, measured in enumerate(seen.first) if measured[FisherProducts].kept is not None]

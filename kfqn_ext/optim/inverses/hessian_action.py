@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfqn_ext.extensions import InputGram, InputMoments, InputQuantities
-from kfqn_ext.linalg import bfgs_updates_each_, damped_inverse
+from kfqn_ext.linalg import bfgs_updates_each_, damped_inverse, few_columns
 from kfqn_ext.linalg.padded import stack, times_each
 from kfqn_ext.linalg.pairs import dot
 from kfqn_ext.optim.inverses.averages import Decay, check_decay, decay_at, move_towards
@@ -134,8 +134,8 @@ class StepHessianAction(HessianAction):
         u = state.get("u")  # kept by a rule that sets the length; else zero, which is no pair
         v = torch.zeros_like(a_bar) if u is None else u.to(a_bar.dtype)
         random = unit_columns(random_columns(state["momentum"].mT, self.num_random, step)).to(a_bar.dtype)
-        V = torch.cat((a_bar.unsqueeze(-1), v.unsqueeze(-1), random), dim=-1)
-        return state["H_A"] @ V, V
+        V = torch.cat((a_bar.unsqueeze(-2), v.unsqueeze(-2), random.mT), dim=-2).mT
+        return few_columns.product(state["H_A"], V), V
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
         states, seen, damping = _looked_at(states, seen, damping)
