@@ -79,7 +79,7 @@ $(MATRIX:%=runs/matrix/%): runs/matrix/%:
 	$@/bin/python -m pip install --quiet torch==$(notdir $*) -e ".[tests]"
 	$@/bin/python -m pytest -q $(MATRIX_TESTS)
 
-bench-record: $(STAMP)  ## make the tables of docs/performance.md again, in twenty minutes; DATA=folder of MNIST
+bench-record: $(STAMP)  ## make the tables of docs/performance.md again, in forty minutes; DATA=folder of MNIST
 	$(PY) -m benchmarks.page --data-root $(DATA)
 
 gpu-check: $(STAMP)  ## all about a GPU in eight minutes, tests included; says so and succeeds without one

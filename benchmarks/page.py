@@ -1,6 +1,6 @@
 """The tables of docs/performance.md again, with their numbers in results/: ``make bench-record``.
 
-Runs the programs of the page one after the other, each in a process of its own. That takes twenty minutes of an idle
+Runs the programs of the page one after the other, each in a process of its own. That takes forty minutes of an idle
 core. One that fails is named at the end, and the others go on. The large table under Results has a command of its own,
 and so has the time to a loss: each takes half an hour or more.
 """
@@ -60,6 +60,7 @@ PARTS = {
     ),
     "ways": PagePart("ways to A and to A s", "ways-to-a-and-to-a-s"),
     "tried": PagePart("what was tried for speed and left out", "tried-and-left-out"),
+    "compiled": PagePart("what a step is made of, with and without `torch.compile`", "torchcompile-of-a-step"),
     "memory_parts": PagePart(
         "what the peak of a step's memory is made of",
         "what-the-peak-is-made-of",

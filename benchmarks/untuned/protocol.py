@@ -10,6 +10,7 @@ from benchmarks.untuned.log import Found, Trial
 from workloads.records import Record
 
 BASE = "adam"
+_ABOUT = 1.1  # of two numbers of steps: how far they are from each other at most
 _WINDOW = 3  # settings that are tried again in longer runs: the best one and its neighbours
 
 
@@ -98,10 +99,19 @@ class Protocol:
         return fitted if fitted < steps else None
 
     def in_seconds(self, problem: str, name: str, steps: int, seed: int, found: Found) -> Record | None:
-        """The shorter run that stands for a length: the one between that length and the next smaller one."""
-        below = max((length for length in self.lengths if length < steps), default=0)
-        runs = [r for r in _of(found, problem, name) if r["seed"] == seed and below < r["steps"] < steps]
-        return runs[-1] if runs else None
+        """The shorter run that stands for a length: the one of about as many steps as take Adam's seconds.
+
+        About: as more of Adam's runs end, the mean of its seconds moves.
+        """
+        fitted = self._fitted(problem, name, steps, found)
+        if fitted is None:
+            return None
+        runs = [r for r in _of(found, problem, name) if r["seed"] == seed and self._is_shorter(r["steps"], fitted)]
+        return min(runs, key=lambda run: abs(run["steps"] - fitted), default=None)
+
+    def _is_shorter(self, steps: int, fitted: int) -> bool:
+        near = max(steps, fitted) <= _ABOUT * min(steps, fitted)
+        return steps == fitted or (near and steps not in self.lengths)
 
     def _hopeless(self, problem: str, name: str, entry: Entry, found: Found) -> bool:
         """Whether the optimizer does not even begin on this problem, so that no more is asked of it."""

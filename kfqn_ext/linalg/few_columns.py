@@ -1,6 +1,6 @@
 """Products with few vectors, which stand as rows: (Vᵀ Mᵀ)ᵀ in place of M V.
 
-A CPU takes a third to a sixth of the time for these where V has two to some ten columns, and as long where it has one
+A CPU takes half to a seventh of the time for these where V has two to some ten columns, and as long where it has one
 (``python -m benchmarks.ways``): its kernels work on strips of a result's rows, and M V has short ones.
 """
 

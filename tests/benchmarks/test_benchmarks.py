@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import compare, floors, memory, options, profile, rounding, scaling, tail, tried, turns, ways
+from benchmarks import compare, compiled, floors, memory, options, profile, rounding, scaling, tail, tried, turns, ways
 from benchmarks.contenders import CONTENDERS, Contender, every, every_two
 from benchmarks.problems import PROBLEMS, QUICK, Setup, set_up
 from benchmarks.ready import Ready
@@ -245,6 +245,17 @@ def test_what_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     rows = [line.strip("|").split("|") for line in shown.splitlines() if line[:3] in ("| 6", "| 1")]
     assert [row[0].strip() for row in rows] == ["64×577", "10 of 16×145"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:dynamo_pgo")
+def test_what_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with torch.compiler.config.patch(force_disable_caches=True):  # which the program sets for its process
+        compiled.main(["--quick", "--json", str(tmp_path / "log.json")])
+    ((what, *numbers),) = logged(tmp_path / "log.json", shown_by(compiled), capsys.readouterr().out)["rows"]
+    assert "spectral" in what and all(number > 0 for number in numbers)
+    eager, _ = compiled.whole_step(False)
+    assert eager > 0
 
 
 @pytest.mark.usefixtures("one_thread")

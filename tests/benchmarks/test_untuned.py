@@ -351,6 +351,35 @@ def test_the_budget_is_tuned_adams() -> None:
     assert adam["setting"] == {"lr": 1} and adam["is_end"] and adam["at_seconds"] == adam["losses"] == 3 * [2.0]
 
 
+@pytest.mark.parametrize("ratio", [1.25, 4.0, 5.0, 30.0])
+def test_shorter_runs_have_the_steps_that_adam_has_time_for(ratio: float) -> None:
+    """Also where what stands for 800 steps has fewer than 200."""
+    entries = {"adam": Entry("Adam", lambda model: ()), "slow": Entry("slow", lambda model: ())}
+    found: Found = {}
+    for name, each in (("adam", 0.01), ("slow", 0.01 * ratio)):
+        while due := PROTOCOL.due("p", name, entries[name], found):
+            found |= {run.key: record(run, float(run.steps), each * run.steps) for run in due}
+    slow = {
+        cell["steps"]: cell["in_seconds"]
+        for cell in scores.cells(["p"], entries, PROTOCOL, found)
+        if cell["optimizer"] == "slow"
+    }
+    assert slow == {steps: 3 * [float(round(steps / ratio))] for steps in (200, 800)}
+
+
+def test_shorter_runs_stand_where_adams_seconds_move_a_little() -> None:
+    entry, found = Entry("slow", lambda model: ()), {}
+    for name, each in (("adam", 0.01), ("slow", 0.02)):
+        while due := PROTOCOL.due("p", name, entry, found):
+            found |= {run.key: record(run, float(run.steps), each * run.steps) for run in due}
+    for factor, runs in ((1.05, 0), (1.3, 6)):
+        moved = {
+            key: {**run, "seconds": factor * run["seconds"]} if run["optimizer"] == "adam" else run
+            for key, run in found.items()
+        }
+        assert len(PROTOCOL.due("p", "slow", entry, moved)) == runs
+
+
 def test_counts_ratios_and_profiles() -> None:
     table = {"a": {"p": 1.0, "q": 4.0, "r": math.inf}, "b": {"p": 2.0, "q": 2.0, "r": 3.0}}
     assert scores.better(table["a"], table["b"]) == (1, 3)

@@ -35,7 +35,7 @@ class BatchInverse(InputInverse):
 
 
 @dataclass(frozen=True)
-class _OfAverage(Inverse):
+class AveragedFactor(Inverse):
     """(F + λ I)⁻¹ with a moving average of a factor F, as in ``line_11`` of ``algo_1``.
 
     Attributes:
@@ -71,7 +71,7 @@ class _OfAverage(Inverse):
 
 
 @dataclass(frozen=True)
-class MovingInverse(_OfAverage, InputInverse):
+class MovingInverse(AveragedFactor, InputInverse):
     """H_A = (A + λ_A I)⁻¹ with a moving average A: H_Ω of ``algo_1``, from the pass that training runs anyway.
 
     A = Ω, [*B, d_in, d_in], is a mean over data of sums over locations.
@@ -90,7 +90,7 @@ class MovingInverse(_OfAverage, InputInverse):
 
 
 @dataclass(frozen=True)
-class FisherInverse(_OfAverage, OutputInverse):
+class FisherInverse(AveragedFactor, OutputInverse):
     """H_G = (Γ̂ + ε I)⁻¹ with a moving average Γ̂ of the minibatches' own Γ, each in units of its mean eigenvalue.
 
     H_Γ of ``algo_1`` with the data's targets, from the pass that training runs anyway. Γ, [*B, d_out, d_out], is a mean
@@ -125,7 +125,7 @@ class FisherInverse(_OfAverage, OutputInverse):
 
 
 @dataclass(frozen=True)
-class OmegaInverse(_OfAverage, InputInverse):
+class OmegaInverse(AveragedFactor, InputInverse):
     """H_Ω = (Ω + λ_A I)⁻¹ with a moving average Ω, ``line_11`` of ``algo_1``.
 
     Attributes:
@@ -142,7 +142,7 @@ class OmegaInverse(_OfAverage, InputInverse):
 
 
 @dataclass(frozen=True)
-class GammaInverse(_OfAverage, OutputInverse):
+class GammaInverse(AveragedFactor, OutputInverse):
     """H_Γ = (Γ + λ_G I)⁻¹ with a moving average Γ from sampled targets, ``line_11`` of ``algo_1``.
 
     Attributes:
