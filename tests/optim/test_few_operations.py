@@ -107,8 +107,8 @@ def learning_operations(layers: int, row: str) -> int:
         ("KBFGSL", 46),  # and the compact form of H_G
         ("KBFGSL, many pairs", 23),  # which is formed as a matrix, for all small layers at once
         ("trace split", 47),  # and averages of two traces, and dampings from them
-        ("KBFGS, untuned", 46),  # and four more directions for H_A
-        ("OnePassKBFGS", 30),  # four directions for H_G, without averages of s and y
+        ("KBFGS, untuned", 47),  # and four more directions for H_A, which are copied as rows
+        ("OnePassKBFGS", 32),  # four directions for H_G likewise, without averages of s and y
     ],
 )
 def test_operations_of_a_layer_that_learns(row: str, per_layer: int) -> None:
