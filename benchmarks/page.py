@@ -60,7 +60,7 @@ PARTS = {
     ),
     "ways": PagePart("ways to A and to A s", "ways-to-a-and-to-a-s"),
     "tried": PagePart("what was tried for speed and left out", "tried-and-left-out"),
-    "compiled": PagePart("what a step is made of, with and without `torch.compile`", "torchcompile-of-a-step"),
+    "compiled": PagePart("what a step is made of, with and without `torch.compile`", "a-step-compiled"),
     "memory_parts": PagePart(
         "what the peak of a step's memory is made of",
         "what-the-peak-is-made-of",
