@@ -7,7 +7,6 @@ caches are off, so that another run's code is not found there.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,19 +34,6 @@ RESNET32: Shapes = [
 _PAIRS, _WARM_UP = 5, 60
 
 
-@dataclass(frozen=True)
-class Case:
-    """A function of the step.
-
-    Attributes:
-        what: What a row calls it.
-        measure: (whether to compile it) ↦ milliseconds of a call, and seconds of the first one, or ones.
-    """
-
-    what: str
-    measure: Callable[[bool], tuple[float, float]]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options.plain(__doc__)
     options.add_outputs(parser)
@@ -55,13 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.compiler.config.force_disable_caches = True
-    cases = [Case("spectral norms of two layers of 8×9", partial(spectral, 2 * [(8, 9)]))] if args.quick else CASES
     rows = []
-    for case in tqdm(cases, unit="case"):
+    for what, measure in tqdm((QUICK if args.quick else CASES).items(), unit="case"):
         torch.manual_seed(0)
-        eager, _ = case.measure(False)
+        eager, _ = measure(False)
         torch.compiler.reset()
-        rows.append([case.what, eager, *case.measure(True)])
+        rows.append([what, eager, *measure(True)])
     options.finish(args, "compiled", CPU, {"rows": rows}, render)
 
 
@@ -98,9 +83,8 @@ def _times(function: Callable[..., object], *arguments: object, compiled: bool) 
 
 def whole_step(compiled: bool) -> tuple[float, float]:
     """``optimizer.step`` of nine layers, mostly not due; the backward pass does not count."""
-    widths = 9 * [64]
-    layers = [module for d in widths[1:] for module in (nn.Linear(64, d), nn.Tanh())]
-    model = nn.Sequential(*layers, nn.Linear(64, 10))
+    hidden = [module for _ in range(8) for module in (nn.Linear(64, 64), nn.Tanh())]
+    model = nn.Sequential(*hidden, nn.Linear(64, 10))
     optimizer = OnePassKBFGS(model, curvature_update_freq=20)
     step = torch.compile(optimizer.step) if compiled else optimizer.step
     x, y = torch.randn(128, 64), torch.randint(10, (128,))
@@ -116,13 +100,15 @@ def whole_step(compiled: bool) -> tuple[float, float]:
     return 1e3 * statistics.median(seconds[_WARM_UP:]), first
 
 
-CASES = (
-    Case("spectral norms, nine layers of 64×65", partial(spectral, MLP)),
-    Case("spectral norms, the layers of a ResNet32", partial(spectral, RESNET32)),
-    Case("five pairs of each H_A, nine layers", partial(updates, MLP)),
-    Case("five pairs of each H_A, a ResNet32", partial(updates, RESNET32)),
-    Case("`OnePassKBFGS.step`, nine layers", whole_step),
-)
+# By what a row calls it: (whether to compile it) ↦ milliseconds of a call, and seconds of the first one, or ones.
+CASES: dict[str, Callable[[bool], tuple[float, float]]] = {
+    "spectral norms, nine layers of 64×65": partial(spectral, MLP),
+    "spectral norms, the layers of a ResNet32": partial(spectral, RESNET32),
+    "five pairs of each H_A, nine layers": partial(updates, MLP),
+    "five pairs of each H_A, a ResNet32": partial(updates, RESNET32),
+    "`OnePassKBFGS.step`, nine layers": whole_step,
+}
+QUICK = {"spectral norms of two layers of 8×9": partial(spectral, 2 * [(8, 9)])}
 
 
 if __name__ == "__main__":

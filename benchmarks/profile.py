@@ -54,7 +54,8 @@ class Ranges:
             for name, (base, methods) in _RANGES.items():
                 for rule in _with_subclasses(base):
                     for method in methods:
-                        function = getattr(rule, method)  # its own, or inherited; a recipe sees who recomputes nothing
+                        function = getattr(rule, method)  # its own, or inherited
+                        # By the method of Inverse itself a recipe knows a rule that recomputes nothing.
                         if function is not getattr(Inverse, method, None):
                             stack.enter_context(patch.object(rule, method, self._timed(name, function)))
             yield

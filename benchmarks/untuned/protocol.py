@@ -110,6 +110,7 @@ class Protocol:
         return min(runs, key=lambda run: abs(run["steps"] - fitted), default=None)
 
     def _is_shorter(self, steps: int, fitted: int) -> bool:
+        """Whether a run of so many steps is one that was made for these, or for about as many."""
         near = max(steps, fitted) <= _ABOUT * min(steps, fitted)
         return steps == fitted or (near and steps not in self.lengths)
 

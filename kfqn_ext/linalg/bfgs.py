@@ -61,7 +61,7 @@ def bfgs_updates_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tens
 
 def _products(inverses: Sequence[Tensor], y: Tensor) -> Tensor:
     """H y of each H with its vectors, [k, L, *B, d], padded: an H is read once for all."""
-    # Copies, so that rounding does not depend on where a layer stands among others.
+    # A copy where several vectors are apart in y: rounding must not depend on where a layer stands among others.
     rows = (y[:, i, ..., : H.shape[-1]].movedim(0, -2).contiguous() for i, H in enumerate(inverses))
     columns = map(few_columns.product, inverses, (v.mT for v in rows))
     return stack(columns).movedim(-1, 0).contiguous()

@@ -1,6 +1,6 @@
 """Products with few vectors, which stand as rows: (Vᵀ Mᵀ)ᵀ in place of M V.
 
-A CPU takes half to a seventh of the time for these where V has two to some ten columns, and as long where it has one
+For wide matrices and two or five columns a CPU takes a quarter to a seventh of the time, and as long for one column
 (``python -m benchmarks.ways``): its kernels work on strips of a result's rows, and M V has short ones.
 """
 

@@ -166,6 +166,33 @@ def test_programs_take_the_options_that_they_are_called_with(name: str, monkeypa
     assert (options.docs, options.json) == (page.DOCS, page.log(name))
 
 
+def test_how_long_emulated_products_take() -> None:
+    muon = row(LOGS["float32"]["problems"]["autoencoder"], "Muon, and AdamW for the rest")["time"]
+    assert f"on the autoencoder its step takes {muon:.0f} times as long as SGD-m's" in WORDS
+
+
+def test_what_it_gains_to_compile() -> None:
+    rows = {what: numbers for what, *numbers in LOGS["compiled"]["rows"]}
+    small = [rows[what] for what in ("spectral norms, nine layers of 64×65", "five pairs of each H_A, nine layers")]
+    gains, seconds = sorted(eager / fast for eager, fast, _ in small), sorted(first for *_, first in small)
+    assert [round(gain) for gain in gains] == [4, 5] and "layers become four to five times faster" in WORDS
+    assert f"after {seconds[0]:.0f} to {seconds[1]:.0f} seconds of compiling" in WORDS
+    for what in ("five pairs of each H_A, a ResNet32", "`OnePassKBFGS.step`, nine layers"):
+        eager, fast, first = rows[what]
+        assert fast > eager and round(first / 60) == 4
+
+
+def test_what_few_vectors_gain_as_rows() -> None:
+    shares: dict[tuple[int, bool], list[float]] = {}
+    for _, d, k, *row in LOGS["ways"]["vectors"]:
+        shares.setdefault((d, k > 1), []).extend(rows / columns for columns, rows in (row[:2], row[2:]))
+    wide = [share for (d, several), found in shares.items() if several and d >= 577 for share in found]
+    assert "From 577 inputs on, several rows take a quarter to a seventh of the time of columns." in WORDS
+    assert round(1 / max(wide)) == 4 and round(1 / min(wide)) == 7
+    assert max(wide) < min(shares[65, True]) and max(shares[65, True]) < 1
+    assert all(0.9 < share < 1.1 for share in shares[785, False])
+
+
 @pytest.mark.parametrize("name", page.PARTS)
 def test_sections_are_on_the_page(name: str) -> None:
     heads = [line.lstrip("# ").lower().replace(" ", "-") for line in PAGE.splitlines() if line.startswith("#")]

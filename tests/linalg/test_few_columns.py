@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfqn_ext import KBFGS, OnePassKBFGS, OnePassKFAC
+from kfqn_ext import KBFGS, OnePassKBFGS
 from kfqn_ext.linalg import few_columns
 from kfqn_ext.optim import Minibatch
 from tests.cases import assert_close
@@ -48,7 +48,7 @@ def net() -> nn.Module:
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(48 * 4, 40), nn.Tanh(), nn.Linear(40, 30))
 
 
-@pytest.mark.parametrize("make", [OnePassKBFGS, OnePassKFAC, KBFGS])
+@pytest.mark.parametrize("make", [OnePassKBFGS, KBFGS])
 def test_no_product_of_a_step_that_is_due_has_short_rows(make: Any) -> None:
     model = net()
     optimizer = make(model)

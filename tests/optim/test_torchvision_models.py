@@ -161,7 +161,7 @@ def test_ten_steps_lower_the_loss(build: Callable[[], Any], make: Any) -> None:
     before = loss()
     for _ in range(10):
         optimizer.step(Minibatch(model, F.cross_entropy, x, y))
-    assert loss() < 0.7 * before  # mobilenet_v2 with other seeds: 0.14 to 0.57 times, in 41 runs
+    assert loss() < 0.7 * before  # mobilenet_v2 with other seeds: 0.14 to 0.57 times, in 46 runs
     for weight in kronecker:
         state = optimizer.state[weight]
         assert state["H_A"].isfinite().all() and "s_G" in state and not weight.grad.isnan().any()

@@ -44,14 +44,14 @@ class AveragedFactor(Inverse):
 
     decay: Decay = 0.9
     average: ClassVar[str]
-    """What a state calls the average; of ``recomputed``, the one name is the inverse's."""
+    """The average's name in a state; ``recomputed`` has the inverse's."""
 
     def __post_init__(self) -> None:
         """Check β."""
         check_decay(self.decay)
 
     def factor(self, measured: Measured) -> Tensor:
-        """F of this minibatch."""
+        """F of this minibatch, [*B, d, d], from what was measured of a layer."""
         raise NotImplementedError
 
     def start(self, state: State, like: Tensor, measured: Measured, damping: Tensor) -> None:  # noqa: D102
