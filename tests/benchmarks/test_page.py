@@ -184,8 +184,8 @@ def test_what_it_gains_to_compile() -> None:
 
 def test_what_few_vectors_gain_as_rows() -> None:
     shares: dict[tuple[int, bool], list[float]] = {}
-    for _, d, k, *row in LOGS["ways"]["vectors"]:
-        shares.setdefault((d, k > 1), []).extend(rows / columns for columns, rows in (row[:2], row[2:]))
+    for _, d, k, *times in LOGS["ways"]["vectors"]:
+        shares.setdefault((d, k > 1), []).extend(rows / columns for columns, rows in (times[:2], times[2:]))
     wide = [share for (d, several), found in shares.items() if several and d >= 577 for share in found]
     assert "From 577 inputs on, several rows take a quarter to a seventh of the time of columns." in WORDS
     assert round(1 / max(wide)) == 4 and round(1 / min(wide)) == 7
