@@ -139,9 +139,16 @@ WANTING = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("library", "command"), WANTING, ids=[f"{n}-{c[2] if c[0] == '-m' else c[0]}" for n, c in WANTING]
-)
+# Of each library, the commands after the first are slow.
+MISSES = [
+    pytest.param(
+        n, c, marks=pytest.mark.slow if n in dict(WANTING[:i]) else (), id=f"{n}-{c[2] if c[0] == '-m' else c[0]}"
+    )
+    for i, (n, c) in enumerate(WANTING)
+]
+
+
+@pytest.mark.parametrize(("library", "command"), MISSES)
 def test_an_example_without_its_extras_says_what_to_install(library: str, command: list[str]) -> None:
     done = python(*command, without=library)
     assert done.returncode == 1

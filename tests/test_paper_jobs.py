@@ -28,6 +28,7 @@ def table(out: Path, *more: str) -> list[str]:
     return ["table", "digits", "--methods", "adam", "sgdm", "--seeds", "1", "--out", str(out), "--threads", "1", *more]
 
 
+@pytest.mark.slow
 def test_a_table_runs_each_cell_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     main(table(tmp_path, "--epochs", "2"))
     lines = records.read(tmp_path / RESULTS)

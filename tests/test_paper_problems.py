@@ -87,7 +87,7 @@ def test_each_augmented_image_is_a_crop_and_half_are_mirrored() -> None:
     assert 20 < mirrored < 44
 
 
-@pytest.mark.parametrize("name", ["curves-generated", "digits"])
+@pytest.mark.parametrize("name", [pytest.param("curves-generated", marks=pytest.mark.slow), "digits"])
 def test_no_pixel_is_subnormal(name: str) -> None:
     """A CPU multiplies these sixty times more slowly."""
     x = PROBLEMS[name].load(Path("."), False).train.x.float()

@@ -89,6 +89,7 @@ def test_recorded_takes_epochs_and_minibatches_that_there_are(tmp_path: Path) ->
             main([*command, *wrong])
 
 
+@pytest.mark.slow
 def test_recorded_runs_again_what_it_has_only_shorter_or_in_other_minibatches(
     tmp_path: Path,
 ) -> None:

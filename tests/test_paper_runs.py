@@ -97,7 +97,9 @@ def test_evaluation_can_be_rarer_and_comes_at_the_end(tmp_path: Path, digits: Da
     assert [line["epoch"] for line in lines if "train_loss" in line] == [0, 2, 4, 5]
 
 
-@pytest.mark.parametrize("method", ["adam", "sgdm", "kbfgs", "kbfgsl", "kfac"])
+@pytest.mark.parametrize(
+    "method", ["adam", "kbfgs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgdm", "kbfgsl", "kfac"))]
+)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(method: str, tmp_path: Path, digits: Data) -> None:
     changes = {"lr": 0.003, "damping": 0.3, "update_freq": "geometric", "epochs": 6}
     cell = make_cell("digits", method, changes)

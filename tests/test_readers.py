@@ -101,7 +101,7 @@ def loss_after(source: str, name: str, seed: int) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-@pytest.mark.parametrize("name", ["mobile", "mixer", "gru"])
+@pytest.mark.parametrize("name", ["gru", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mobile", "mixer"))])
 def test_as_both_are_built_it_is_no_worse_than_adam(name: str, seed: int) -> None:
     """On networks that played no part in choosing the default."""
     assert OURS in loop() and f"in place of {THEIRS}" in loop() and THEIRS in loop_of_adam()

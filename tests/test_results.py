@@ -86,6 +86,7 @@ def test_a_run_that_is_gathered_again_takes_its_old_one_s_place(tmp_path: Path) 
     assert logs(out) == logs(log)
 
 
+@pytest.mark.slow
 def test_a_gathered_table_is_the_section_that_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, file = tmp_path / "digits", tmp_path / "gathered" / "digits.jsonl"
     main(["table", "digits", "--methods", "sgdm", "--seeds", "1", "--max-steps", "1", "--out", str(table)])

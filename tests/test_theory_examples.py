@@ -21,7 +21,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[An
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ["provable_convergence", pytest.param("learning_the_inverse", marks=pytest.mark.slow)])
 def test_it_runs_and_draws(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

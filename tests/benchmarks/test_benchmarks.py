@@ -247,6 +247,7 @@ def test_what_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:dynamo_pgo")
 def test_what_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

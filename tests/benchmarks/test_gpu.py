@@ -23,7 +23,12 @@ def place(device: torch.device = CPU, seconds: float = 300.0) -> Place:
     return Place(device, True, Path("nowhere"), time.perf_counter() + seconds)
 
 
-@pytest.mark.parametrize("title", check.SECTIONS)
+LONG = ("Kernels of a step", "A step as a CUDA graph", "Two processes", "Tests")
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(t, marks=pytest.mark.slow if t in LONG else ()) for t in check.SECTIONS]
+)
 def test_a_section_runs(title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, page = tmp_path / "numbers.json", tmp_path / "page.md"
     options = ["--device", "cpu", "--quick", "--json", str(out), "--page", str(page), "--sections", title]

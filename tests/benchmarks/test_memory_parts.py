@@ -51,7 +51,7 @@ def keeps_no_factor(member: Member) -> bool:
 
 
 @pytest.mark.parametrize("name", rows(keeps_no_factor))
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_step_takes_state_gradients_directions_and_a_few_layers(name: str, dtype: torch.dtype | None) -> None:
     """In the first step too, where the A of each layer becomes its H_A: twelve layers have one."""
     torch.manual_seed(0)

@@ -143,7 +143,9 @@ def test_quick_runs_are_not_taken_for_real_ones(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- problems and optimizers
 
 
-@pytest.mark.parametrize("problem", [*CHOICE, *HELD_OUT, "mlp-1", "cnn-1"])
+@pytest.mark.parametrize(
+    "problem", [*CHOICE, *(pytest.param(p, marks=pytest.mark.slow) for p in (*HELD_OUT, "mlp-1", "cnn-1"))]
+)
 def test_every_optimizer_trains_every_problem_or_says_why_not(problem: str) -> None:
     initial = set()
     for name, entry in ENTRIES.items():

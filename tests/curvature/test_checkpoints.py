@@ -64,7 +64,7 @@ def f_module(function: Any) -> nn.Module:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PUBLIC)
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_curvature_is_that_of_the_model_without_checkpoints(name: str, way: str, training: bool) -> None:
     if training and name == "exact_output_hessians":
         pytest.skip("data are coupled")

@@ -52,7 +52,7 @@ def same(found: Any, expected: Any) -> bool:
     return found == expected if isinstance(found, str) else torch.equal(found, expected) and bool(found.any())
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [pytest.param(torch.no_grad, marks=pytest.mark.slow), torch.inference_mode])
 @pytest.mark.parametrize("name", PUBLIC)
 def test_curvature_does_not_depend_on_the_callers_mode(name: str, mode: Any) -> None:
     """Data and a model that were made in inference mode included."""

@@ -47,7 +47,7 @@ def trained(row: str = "KBFGS", steps: int = 5, **more: Any) -> tuple[nn.Module,
 # --------------------------------------------------------------------------------------------- the inequalities
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from(["tanh", "relu", "sigmoid"]), st.booleans(), st.floats(1e-3, 1e3))
 def test_no_single_product_beats_the_nearest(seed: int, activation: str, train: bool, damping: float) -> None:
     """Nor does ``thm_4`` ever miss. Over random nets, activations, dampings, and modes of BatchNorm."""
@@ -190,7 +190,7 @@ def test_a_held_inverse_that_is_exact_has_no_error() -> None:
         assert math.isclose(getattr(row, name), getattr(target, name), rel_tol=1e-7), name
 
 
-@pytest.mark.parametrize("dampings", [None, (0.0, 0.0)])
+@pytest.mark.parametrize("dampings", [None, pytest.param((0.0, 0.0), marks=pytest.mark.slow)])
 def test_stand_ins_need_nothing_but_inverses(dampings: Any) -> None:
     """λ is the call's where the stand-in names none; without λ there is no aim, and no number about it."""
     model, x, y, optimizer = trained()
@@ -213,7 +213,11 @@ def test_stand_ins_need_nothing_but_inverses(dampings: Any) -> None:
 
 @pytest.mark.parametrize(
     ("row", "history_size"),
-    [(row, p) for row, member in FAMILY.items() for p in ((1, 100) if member.limited else (1,))],  # compact, dense
+    [
+        pytest.param(row, p, marks=pytest.mark.slow if p > 1 else ())
+        for row, member in FAMILY.items()
+        for p in ((1, 100) if member.limited else (1,))  # compact, dense
+    ],
 )
 def test_every_form_of_an_inverse_has_its_rung(row: str, history_size: int) -> None:
     """Whatever a row keeps its inverses as: pairs, a number, or a matrix."""
@@ -225,6 +229,7 @@ def test_every_form_of_an_inverse_has_its_rung(row: str, history_size: int) -> N
     assert report["second", "held: H_A⁻¹ ⊗ H_G⁻¹"].H_A_error > 0 and "holds no" not in str(report)
 
 
+@pytest.mark.slow
 def test_many_outputs() -> None:
     """K-BFGS(L) of 300 outputs, more than 2p: its H_G is never formed, and is shown all the same."""
     torch.manual_seed(0)

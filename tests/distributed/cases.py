@@ -223,6 +223,8 @@ def same(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:
 
 
 CASES: dict[str, Callable[[int], None]] = {}
+QUICK: set[str] = set()
+"""Of those for many values, the ones for the first and the last."""
 
 
 def case(*values: Any) -> Callable[[Any], Any]:
@@ -230,10 +232,10 @@ def case(*values: Any) -> Callable[[Any], Any]:
 
     def register(function: Any) -> Any:
         name = function.__name__.replace("_", " ")
-        for value in values:
-            CASES[f"{name}: {value}"] = partial(_with, function, value)
-        if not values:
-            CASES[name] = function
+        found = {f"{name}: {value}": partial(_with, function, value) for value in values} or {name: function}
+        CASES.update(found)
+        first, *_, last = [*found, *found]
+        QUICK.update((first, last))
         return function
 
     return register

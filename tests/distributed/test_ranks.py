@@ -15,8 +15,8 @@ from torch import distributed, multiprocessing
 LIMIT = 60.0  # seconds of a case, after which it says where it hangs and ends its process
 
 
-def work(rank: int, ranks: int, folder: str) -> None:
-    """Run all cases as one rank, and write down how each ended."""
+def work(rank: int, ranks: int, folder: str, quick: bool) -> None:
+    """Run the cases as one rank, and write down how each ended."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
@@ -26,10 +26,12 @@ def work(rank: int, ranks: int, folder: str) -> None:
         timeout=datetime.timedelta(seconds=LIMIT),
     )
     from tests.distributed import fsdp_cases, reported_cases  # noqa: F401 - which add to the others
-    from tests.distributed.cases import CASES
+    from tests.distributed.cases import CASES, QUICK
 
     out = Path(folder, f"rank{rank}.txt")
     for name, run in CASES.items():
+        if quick and name not in QUICK:
+            continue
         faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.stderr)
         try:
             run(ranks)
@@ -45,13 +47,15 @@ def work(rank: int, ranks: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "quick"), [(2, True), *(pytest.param(ranks, False, marks=pytest.mark.slow) for ranks in (2, 4))]
+)
 @pytest.mark.timeout(480)
-def test_processes_are_as_one(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each case of :mod:`tests.distributed.cases`, on all ranks, which have a seed of their own for hashes."""
+def test_processes_are_as_one(ranks: int, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases of :mod:`tests.distributed.cases`, on all ranks, which have a seed of their own for hashes."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.spawn(work, (ranks, folder), nprocs=ranks, join=False)
+        context = multiprocessing.spawn(work, (ranks, folder, quick), nprocs=ranks, join=False)
         try:
             while not context.join(timeout=5):
                 pass

@@ -144,7 +144,7 @@ def check(H: Tensor, names: list[str], step: int) -> None:
         assert torch.linalg.eigvalsh((matrix + matrix.mT) / 2)[0] > 0, (name, step)
 
 
-@pytest.mark.parametrize("damped", [False, True])
+@pytest.mark.parametrize("damped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_five_thousand_updates_stay_symmetric_and_definite(damped: bool) -> None:
     """Damped as in the optimizer, pairs may be of any size; raw, s and y must be of one (see the test above)."""
     stream = Stream(SIZES | LOPSIDED if damped else SIZES)

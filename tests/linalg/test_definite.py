@@ -135,7 +135,7 @@ def drifting(d: int, runs: int, steps: int, every: int | None) -> tuple[int, int
     return int((age > 0).sum()), int((longest > 16).sum())
 
 
-@pytest.mark.parametrize("d", [4, 8])
+@pytest.mark.parametrize("d", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_runs_that_drift_are_lost_for_one_interval_at_most(d: int) -> None:
     end, long = drifting(d, runs=400, steps=200, every=None)
     assert end > 5 and long > 5

@@ -30,6 +30,6 @@ ONE_FOR_ALL = not hasattr(torch.backends.cuda.matmul, "fp32_precision")
 
 
 @pytest.mark.skipif(ONE_FOR_ALL, reason="older torch has one switch for all")
-@pytest.mark.parametrize("name", ["all", "mkldnn"])
+@pytest.mark.parametrize("name", ["all", pytest.param("mkldnn", marks=pytest.mark.slow)])
 def test_a_switch_that_follows_a_more_general_one_follows_it_afterwards(name: str) -> None:
     subprocess.run([sys.executable, "-c", _FOLLOWS.replace("NAME", name)], check=True)

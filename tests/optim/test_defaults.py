@@ -67,7 +67,7 @@ def train(make: Any, build: Callable[[], nn.Module], loss_fn: Any, reconstruct: 
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["autoencoder", pytest.param("cnn", marks=pytest.mark.slow)])
 @each
 def test_the_loss_falls_from_the_first_step(name: str, task: str) -> None:
     losses = train(FAMILY[name].build, *TASKS[task], steps=80, size=128)

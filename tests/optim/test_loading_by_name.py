@@ -95,7 +95,9 @@ def layers(order: str, named: bool = True) -> Callable[[Net], list[dict[str, Any
 
 @each_class
 @pytest.mark.parametrize("order", ["ab cn", "ba nc", "cn ab", "nc ba"])
-@pytest.mark.parametrize("named", [True, False], ids=["names given", "names known"])
+@pytest.mark.parametrize(
+    "named", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["names given", "names known"]
+)
 def test_groups_in_another_order(name: str, order: str, named: bool) -> None:
     """Each keeps its own hyperparameters."""
     model, optimizer = trained(name, layers("ab cn"))

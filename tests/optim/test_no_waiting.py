@@ -90,7 +90,14 @@ def test_a_step_reads_nothing_back(name: str, option: str) -> None:
     assert reads(optimizer, model, range(8, 14)) == []
 
 
-@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05), lambda k: 0.1 / k], ids=["number", "tensor", "function"])
+RATES = [
+    pytest.param(0.05, marks=pytest.mark.slow),
+    torch.tensor(0.05),
+    pytest.param(lambda k: 0.1 / k, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("lr", RATES, ids=["number", "tensor", "function"])
 @pytest.mark.parametrize("name", classes())
 def test_weights_and_biases_in_two_groups(name: str, lr: Any) -> None:
     """Whether both have one rate is seen without reading it, also after loading."""

@@ -129,7 +129,7 @@ def test_quantities_equal_those_of_an_out_of_place_copy(name: str) -> None:
     [
         # At the default rate, and with eight images, the last bit of H decides how far ten steps of this net come.
         (MODELS["mobilenet_v2"], partial(KBFGS, lr=0.1)),
-        (MODELS["mobilenet_v2"], partial(KBFGSL, lr=0.1, history_size=3)),
+        pytest.param(MODELS["mobilenet_v2"], partial(KBFGSL, lr=0.1, history_size=3), marks=pytest.mark.slow),
         (NarrowResNet, KBFGS),
         (NarrowResNet, KBFGSL),
         (partial(vgg11_bn, 128), KBFGS),

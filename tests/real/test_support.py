@@ -12,13 +12,25 @@ from tests.real.support import ROWS, Row
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
+# They start processes or train for long; tests/distributed has more of the former that are quick.
+LONG = {
+    "processes-distributeddataparallel",
+    "processes-fsdp2",
+    "memory-200-steps",
+    "state-distributed-checkpoints",
+    "state-loading-twice",
+}
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.id, marks=pytest.mark.slow if row.id in LONG else ()) for row in ROWS]
+)
 def test_row(row: Row) -> None:
     row.check()
 
 
 def test_rows_have_names_of_their_own_and_a_verdict() -> None:
-    assert len({row.id for row in ROWS}) == len(ROWS)
+    assert len({row.id for row in ROWS}) == len(ROWS) and {row.id for row in ROWS} >= LONG
     assert {row.verdict for row in ROWS} == {"works", "momentum", "refused"}
     assert all(row.why for row in ROWS)
 
