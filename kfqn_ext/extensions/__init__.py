@@ -2,11 +2,12 @@
 
 from kfqn_ext.extensions.active import has_backpacks_hooks, measuring, read_inputs
 from kfqn_ext.extensions.base import LayerExtension
+from kfqn_ext.extensions.calls import SingleCalls
 from kfqn_ext.extensions.fisher_product import FisherProduct, FisherProducts, OutputProbe
 from kfqn_ext.extensions.gram import Gram, InputGram
 from kfqn_ext.extensions.gram_operator import GramOperator
 from kfqn_ext.extensions.hooks import extend, input_gradients_only, listen, unextend
-from kfqn_ext.extensions.inputs import InputMoments, InputQuantities, Probe, SingleCalls
+from kfqn_ext.extensions.inputs import InputMoments, InputQuantities, Probe
 from kfqn_ext.extensions.kbfgs import KBFGSQuantities, LayerMoments, with_outputs
 from kfqn_ext.extensions.kfac import KFACFactors, KroneckerFactors
 from kfqn_ext.extensions.pooling import averaged, pooled

@@ -2,7 +2,7 @@
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -14,23 +14,40 @@ from torch import Tensor, nn
 
 from kfqn_ext._torch import computes_gradient_of, rows_of, version_of
 from kfqn_ext.errors import MissingQuantitiesError
-from kfqn_ext.extensions.calls import call_of, is_added_up, objection_to, shared
+from kfqn_ext.extensions.calls import SingleCalls, call_of, is_added_up, objection_to, shared
 from kfqn_ext.extensions.pooling import pooled, shares
 from kfqn_ext.geometry import LayerGeometry, LayerPass, Subsampling, checked_subsampling, geometry_of, refusal
+from kfqn_ext.geometry.layer_pass import joined
 from kfqn_ext.linalg import full_precision
 
 Q = TypeVar("Q")
+# Of one layer, that may wait (2 MiB in float32): the more a call has, the less does it matter to measure it alone.
+_FEW_NUMBERS = 2**19
+_CHANGED = (
+    "a hook has changed the gradient that entered it in place, before its calls were measured; let the hook return a "
+    "new tensor"
+)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A call that is measured later, and how often its gradient had been written to."""
+
+    layer: LayerPass
+    version: int
 
 
 @dataclass(frozen=True)
 class _Entry(Generic[Q]):
     """A result, the last backward pass that it is of, the calls in it, and whether one pass had several of them.
 
-    ``grad`` is ``weight.grad`` as that pass has found it, and how often it had been written to.
+    ``waiting`` are calls that are not yet in the result; None is one of no call. ``grad`` is ``weight.grad`` as that
+    pass has found it, and how often it had been written to.
     """
 
     backward: int
-    result: Q
+    result: Q | None
+    waiting: tuple[_Waiting, ...]
     calls: tuple[weakref.ref[Any], ...]
     several: bool
     grad: tuple[weakref.ref[Tensor], int] | None
@@ -94,6 +111,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         self.accumulate = accumulate
         self.has_gradient: Callable[[nn.Module], bool] = lambda module: cast(Tensor, module.weight).grad is not None
         """Whether a layer's weight has a gradient; its module may hold another than the one that is kept."""
+        self.waits: Callable[[nn.Module], bool] = lambda module: False
+        """Whether small calls of a layer wait for each other, to be measured as one batch."""
         self._only = None if modules is None else WeakSet(modules)
         self.saw_empty_batch = False
         self.saw_half = False
@@ -130,7 +149,8 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     def _add_gradient(self, module: nn.Module, old: Q, layer: LayerPass) -> Q:
         try:
-            return self.add_gradient(module, old, layer)
+            with torch.no_grad(), full_precision():
+                return self.add_gradient(module, old, layer)
         except NotImplementedError:
             if not self.follows_grad:
                 raise
@@ -161,6 +181,9 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     def wanted(self, module: nn.Module) -> LayerGeometry | None:
         """The layer that a module is, where the backward pass that runs is one in which it is to be measured."""
+        return shared(module, ("wanted", id(self)), lambda: self._wanted(module))
+
+    def _wanted(self, module: nn.Module) -> LayerGeometry | None:
         if self._only is not None and module not in self._only:
             return None
         geometry = shared(module, "geometry", lambda: geometry_of(module))
@@ -178,8 +201,7 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         if geometry is None or self._objects(module):
             return
         self.saw_half |= g_out[0].dtype == torch.float16
-        with torch.no_grad(), full_precision():
-            self._take(module, self._layer_pass(module, geometry, g_out[0]))
+        self._take(module, self._layer_pass(module, geometry, g_out[0]))
 
     def _layer_pass(self, module: nn.Module, geometry: LayerGeometry, g: Tensor) -> LayerPass:
         part, scale = self._subsampling, self.loss_scale or 1.0
@@ -212,20 +234,42 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             return
         calls = () if old is None else tuple(seen for seen in old.calls if seen() is not None)
         repeated = any(seen() is call for seen in calls)
-        if old is None:
-            result = self.measure(module, layer)
+        result, waiting = (None, ()) if old is None else (old.result, old.waiting)
+        if repeated:
+            result, waiting = self._add_gradient(module, self._with(module, result, _layers(waiting)), layer), ()
+        elif self.waits(module) and _numbers([*_layers(waiting), layer]) <= _FEW_NUMBERS:
+            waiting = (*waiting, shared(module, ("kept", id(layer)), lambda: _kept(layer, waiting)))
         else:
-            result = (self._add_gradient if repeated else self.merge)(module, old.result, layer)
+            result, waiting = self._with(module, result, [*_layers(waiting), layer]), ()
         several = old is not None and (old.several or (not repeated and old.backward == backward))
         calls = calls if repeated else (*calls, weakref.ref(call))
         grad = cast(Tensor, module.weight).grad
         seen = None if grad is None else (weakref.ref(grad), version_of(rows_of(grad)))
-        self._keep(module, _Entry(backward, result, calls, several, seen))
+        self._keep(module, _Entry(backward, result, waiting, calls, several, seen))
 
     def _keep(self, module: nn.Module, entry: _Entry[Q]) -> None:
         self._results[module] = entry
-        if self.mirrored:
+        if self.mirrored and entry.result is not None:
             setattr(module.weight, self.savefield, entry.result)
+
+    def _with(self, module: nn.Module, result: Q | None, calls: Sequence[LayerPass]) -> Q:
+        """A result with more calls in it."""
+        with torch.no_grad(), full_precision():
+            for layer in joined(calls, self.reduction):
+                result = self.measure(module, layer) if result is None else self.merge(module, result, layer)
+        return cast(Q, result)
+
+    def _settle(self, module: nn.Module) -> Q | None:
+        """The result of a layer, after the calls that wait; None where these can't be measured any more."""
+        entry = self._results[module]
+        if any(version_of(call.layer.g) != call.version for call in entry.waiting):
+            self._forget(module)
+            self._objections[module] = entry.backward, _CHANGED
+            return None
+        if entry.waiting:
+            entry = replace(entry, result=self._with(module, entry.result, _layers(entry.waiting)), waiting=())
+            self._keep(module, entry)
+        return entry.result
 
     def _is_past(self, module: nn.Module) -> bool:
         """Whether what an earlier backward pass has left is no part of what comes."""
@@ -245,8 +289,19 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     def _forget(self, module: nn.Module) -> None:
         result, weight = self._results.pop(module).result, module._parameters.get("weight")
-        if weight is not None and weight.__dict__.get(self.savefield) is result:
+        if weight is not None and result is not None and weight.__dict__.get(self.savefield) is result:
             delattr(weight, self.savefield)
+
+    def finish(self, single: SingleCalls | None = None) -> None:
+        """Measure the calls that wait: no other is to come.
+
+        Args:
+            single: Learns which layers were called once in a pass.
+        """
+        for module, entry in list(self._results.items()):
+            if single is not None:
+                single.note(module, entry.several)
+            self._settle(module)
 
     def forget_cleared(self) -> None:
         """Where results belong to ``weight.grad``, forget those for which that was set to None since."""
@@ -261,15 +316,16 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
 
     def get(self, module: nn.Module) -> Q | None:
         """Look up the result of a layer; None where there is none."""
-        return self._results[module].result if module in self._results else None
+        return self._settle(module) if module in self._results else None
 
     def values(self) -> list[Q]:
         """List all results."""
-        return [entry.result for entry in self._results.values()]
+        return [result for _, result in self.items()]
 
     def items(self) -> list[tuple[nn.Module, Q]]:
         """List all results, each after its layer."""
-        return [(module, entry.result) for module, entry in self._results.items()]
+        settled = [(module, self._settle(module)) for module in list(self._results)]
+        return [(module, result) for module, result in settled if result is not None]
 
     def __len__(self) -> int:
         """Count the layers that were measured."""
@@ -285,12 +341,10 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         Raises:
             MissingQuantitiesError: If no backward pass under this extension reached it.
         """
-        try:
-            return self._results[module].result
-        except KeyError:
-            raise MissingQuantitiesError(
-                f"{type(self).__name__} has no result for {module}{self._reason(module)}"
-            ) from None
+        result = self.get(module)
+        if result is None:
+            raise MissingQuantitiesError(f"{type(self).__name__} has no result for {module}{self._reason(module)}")
+        return result
 
     def _reason(self, module: nn.Module) -> str:
         """Why there is no result."""
@@ -309,3 +363,25 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             "`modules` names them, and so are passes that do not compute it, as autograd.grad(loss, x) or those of "
             "weights of another's under torch.func.functional_call, and those with create_graph=True."
         )
+
+
+def _layers(waiting: Sequence[_Waiting]) -> list[LayerPass]:
+    return [call.layer for call in waiting]
+
+
+def _numbers(calls: Sequence[LayerPass]) -> int:
+    """How many numbers calls of a layer hold, its weight counted once."""
+    return calls[0].weight.numel() + sum(call.x.numel() + call.g.numel() for call in calls)
+
+
+def _kept(layer: LayerPass, waiting: Sequence[_Waiting]) -> _Waiting:
+    """A call for later, beside others that wait.
+
+    Its gradient is the very tensor that came: a copy may lie otherwise in memory, and would be rounded otherwise. All
+    have one copy of the weight, for one that was gathered is let go when the pass has ended.
+    """
+    if waiting:
+        weight, bias = waiting[0].layer.weight, waiting[0].layer.bias
+    else:
+        weight, bias = layer.weight.clone(), None if layer.bias is None else layer.bias.clone()
+    return _Waiting(replace(layer, weight=weight, bias=bias), version_of(layer.g))

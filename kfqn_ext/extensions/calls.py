@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 from torch import nn
 
@@ -138,4 +139,23 @@ def objection_to(module: nn.Module, of_grad: bool) -> tuple[str | None, bool]:
     if call is None:
         return None, True
     why = shared(module, "objection", lambda: call.objection(module))
-    return (call.objection_to_gradient(module) if why is None and of_grad else why), call.trained
+    if why is None and of_grad:
+        why = shared(module, "objection to gradient", lambda: call.objection_to_gradient(module))
+    return why, call.trained
+
+
+class SingleCalls:
+    """Layers that backward passes have reached through one call, and never through several: learned as passes end."""
+
+    def __init__(self) -> None:
+        """Know of no layer yet."""
+        self._single: WeakSet[nn.Module] = WeakSet()
+        self._several: WeakSet[nn.Module] = WeakSet()
+
+    def __contains__(self, module: nn.Module) -> bool:
+        """Whether a layer is known to be one."""
+        return module in self._single and module not in self._several
+
+    def note(self, module: nn.Module, several: bool) -> None:
+        """Learn from a pass."""
+        (self._several if several else self._single).add(module)

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Annotated, TypeVar, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.extensions.base import LayerExtension
+from kfqn_ext.extensions.calls import SingleCalls
 from kfqn_ext.extensions.gram_operator import GramOperator
 from kfqn_ext.extensions.pooling import DATA, LOCATIONS, combined, over
 from kfqn_ext.extensions.shown import Shown
@@ -62,23 +62,6 @@ class InputMoments(Shown):
 M = TypeVar("M", bound=InputMoments)
 
 
-class SingleCalls:
-    """Layers that backward passes have reached through one call, and never through several: learned as passes end."""
-
-    def __init__(self) -> None:
-        """Know of no layer yet."""
-        self._single: WeakSet[nn.Module] = WeakSet()
-        self._several: WeakSet[nn.Module] = WeakSet()
-
-    def __contains__(self, module: nn.Module) -> bool:
-        """Whether a layer is known to be one."""
-        return module in self._single and module not in self._several
-
-    def note(self, module: nn.Module, several: bool) -> None:
-        """Learn from a pass."""
-        (self._several if several else self._single).add(module)
-
-
 class InputQuantities(LayerExtension[M]):
     """ā and products with A for each layer: the input side of K-BFGS. The output's gradient is not read.
 
@@ -117,16 +100,12 @@ class InputQuantities(LayerExtension[M]):
         """Whether the input of a layer, where it is to be probed, is kept until :meth:`finish`, for ā of all calls."""
 
     def finish(self, single: SingleCalls | None = None) -> None:
-        """Probe the layers whose inputs were kept, and let these go: no call is to come.
-
-        Args:
-            single: Learns which layers were called once in a pass.
-        """
+        """Probe the layers whose inputs were kept, too, and let these go; see :class:`LayerExtension`."""
+        super().finish(single)
         for module, entry in list(self._results.items()):
-            if single is not None:
-                single.note(module, entry.several)
-            if self.probe is not None and entry.result.operator is not None:
-                self._keep(module, replace(entry, result=self._probed(module, entry.result)))
+            kept = entry.result
+            if self.probe is not None and kept is not None and kept.operator is not None:
+                self._keep(module, replace(entry, result=self._probed(module, kept)))
 
     def _probed(self, module: nn.Module, kept: M) -> M:
         with torch.no_grad(), full_precision():

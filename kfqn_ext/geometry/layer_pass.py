@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -100,6 +100,22 @@ class LayerPass:
             bias=None if bias is None else bias.detach().to(dtype),
             eps=torch.finfo(g.dtype).eps,
         )
+
+
+def joined(calls: Sequence[LayerPass], reduction: str) -> list[LayerPass]:
+    """Calls of one layer as one batch where all have the same shapes, else as they are.
+
+    Args:
+        calls: Calls whose losses add up to the whole's.
+        reduction: "mean" or "sum": what the whole's loss does over its data.
+    """
+    kinds = {(call.x.shape, call.g.shape, call.grad_scale, call.eps) for call in calls}
+    if len(calls) < 2 or len(kinds) > 1:
+        return list(calls)
+    first, number = calls[0], len(calls)
+    scale = first.grad_scale * (number if reduction == "mean" else 1)
+    x, g = torch.cat([call.x for call in calls]), torch.cat([call.g for call in calls])
+    return [replace(first, x=x, g=g, num_data=number * first.num_data, grad_scale=scale)]
 
 
 def refuse_nested(module: nn.Module) -> None:

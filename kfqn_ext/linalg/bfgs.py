@@ -55,7 +55,7 @@ def bfgs_updates_each_(inverses: Sequence[Tensor], s: Tensor, y: Tensor) -> Tens
         Hy[i], s[i] = q, p  # in the places of what is needed no longer
         usable.append(used)
     sizes = [H.shape[-1] for H in inverses]
-    add_terms_(inverses, *([list(own.unbind()) for own in unstack(v.movedim(1, 0), sizes)] for v in (Hy, s)))
+    add_terms_(inverses, *(unstack(v.movedim(1, 0), sizes) for v in (Hy, s)))
     return torch.stack(usable).squeeze(-1)
 
 

@@ -76,7 +76,7 @@ def dense_from_pairs(pairs: Tensor, gamma: Tensor) -> Tensor:
     for s, y in zip(S.unbind(-2), Y.unbind(-2), strict=True):
         Hy = (H @ y.unsqueeze(-1)).squeeze(-1)
         q, p = rank_one_terms(s, Hy, (y * Hy).sum(-1, keepdim=True))
-        add_terms_([H], [[q]], [[p]])
+        add_terms_([H], [q.unsqueeze(0)], [p.unsqueeze(0)])
     return H.reshape(*pairs.shape[:-2], d, d)
 
 

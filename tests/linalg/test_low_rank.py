@@ -19,7 +19,7 @@ def symmetric(*shape: int, dtype: torch.dtype = F64) -> Tensor:
     return root + root.mT
 
 
-def dense(H: Tensor, q: list[Tensor], p: list[Tensor]) -> Tensor:
+def dense(H: Tensor, q: Tensor, p: Tensor) -> Tensor:
     """Term by term."""
     for minus, plus in zip(q, p, strict=True):
         H = H - minus.unsqueeze(-1) * minus.unsqueeze(-2) + plus.unsqueeze(-1) * plus.unsqueeze(-2)
@@ -37,7 +37,7 @@ def test_sums_of_terms(seed: int, shapes: list[tuple[int, ...]], pairs: int) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(low_rank, "_NARROW", 4)
         H = [symmetric(*shape) for shape in shapes]
-        q, p = ([[torch.randn(*shape, dtype=F64) for _ in range(pairs)] for shape in shapes] for _ in range(2))
+        q, p = ([torch.randn(pairs, *shape, dtype=F64) for shape in shapes] for _ in range(2))
         expected, places = list(map(dense, H, q, p)), [matrix.data_ptr() for matrix in H]
         add_terms_(H, q, p)
     for matrix, sums, place in zip(H, expected, places, strict=True):
@@ -72,7 +72,7 @@ def test_strips_are_taken_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(low_rank, "_add_in_strips_", lambda H, q, p: taken.append(H.shape[-1]))
 
     def add(pairs: int, *shape: int) -> None:
-        terms = [[torch.randn(shape) for _ in range(pairs)]]
+        terms = [torch.randn(pairs, *shape)]
         add_terms_([symmetric(*shape, dtype=torch.float32)], terms, terms)
 
     add(5, 4), add(2, 9), add(5, 2, 9), add(3, 9)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.extensions import FisherProducts, InputQuantities
+from kfqn_ext.extensions import FisherProducts, InputQuantities, base
 from kfqn_ext.optim import OnePassKBFGS
 from kfqn_ext.optim.inverses import MovingHessianAction
 from kfqn_ext.optim.preconditioner.preconditioner import Preconditioner
@@ -207,8 +207,11 @@ def inputs_held(optimizer: Any, model: Any, k: int, announced: bool) -> dict[nn.
 
 @pytest.mark.parametrize(("name", "announced"), [("KBFGS", True), ("OnePassKBFGS", True), ("OnePassKBFGS", False)])
 @pytest.mark.filterwarnings("ignore:A second pass was due and never ran")
-def test_inputs_are_held_of_layers_that_are_called_several_times_alone(name: str, announced: bool) -> None:
+def test_inputs_are_held_of_layers_that_are_called_several_times_alone(
+    name: str, announced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And of none in the very first pass, which forms A, nor of any beyond the pass, or the step."""
+    monkeypatch.setattr(base, "_FEW_NUMBERS", 0)  # calls of fewer wait for others, in that pass too
     model = net()
     optimizer = FAMILY[name].make(model, lr=0.05, damping=0.5)
     assert not any(sum(inputs_held(optimizer, model, 0, announced).values(), []))
@@ -281,8 +284,9 @@ def test_a_layer_that_is_called_once_more_than_ever_before(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_micro_batches_are_no_calls(announced: bool) -> None:
+def test_micro_batches_are_no_calls(announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that are called once in each of several passes are probed at once, and nothing is held."""
+    monkeypatch.setattr(base, "_FEW_NUMBERS", 0)  # calls of fewer wait for others, until it is known
 
     class Once(nn.Sequential):
         pass

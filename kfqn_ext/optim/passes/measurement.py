@@ -98,7 +98,7 @@ class Measurement:
             fraction_of: The fraction of each batch, its first data, that an extension sees which can do with a part.
             of_grad: Whether passes count only where they add to ``.grad``.
             single: Layers that are known to be called once in a pass; the inputs of others are kept, so that A is
-                looked at in the direction of all calls.
+                looked at in the direction of all calls. Small calls of these are measured as one batch.
             pools: Whether results are to be pooled with those of other processes, which look at A afterwards.
         """
         self._single, self._pools = single, pools
@@ -110,6 +110,8 @@ class Measurement:
             ext = kind(reduction=reduction, subsampling=part, accumulate=True, modules=modules)  # over passes, as .grad
             ext.loss_scale = loss_scale
             ext.of_grad = of_grad
+            if single is not None:
+                ext.waits = lambda module: module not in single
             ext.mirrored = False  # the optimizer's own results die with the step
             if isinstance(ext, InputQuantities):
                 ext.probe = None if pools else probes.A
@@ -144,8 +146,7 @@ class Measurement:
         found: dict[nn.Module, dict[Kind, Any]] = {}
         for kind, ext in self._by_kind:
             ext.forget_cleared()
-            if isinstance(ext, InputQuantities):
-                ext.finish(self._single)
+            ext.finish(self._single)
             for module, quantity in ext.items():
                 found.setdefault(module, {})[kind] = quantity
         return found
