@@ -61,6 +61,7 @@ _TRIED = (
     "groups",
     "long",
     "normalized",
+    "early",
     "burn-in",
     "burn-in-long",
     "damping-long",

@@ -8,7 +8,7 @@ a row with the first one: the geometric mean of the ratios of losses, and on how
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -29,6 +29,7 @@ from benchmarks.untuned.training import finite, train
 from benchmarks.untuned.variants import Variant, default
 from benchmarks.untuned.wide import WIDE
 from benchmarks.untuned.working import record
+from kfqn_ext.optim import burn_in
 from kfqn_ext.optim.inverses import FisherInverse, MovingInverse
 from workloads.records import Record
 
@@ -66,6 +67,12 @@ def _damped(title: str, name: str) -> dict[str, Variant]:
 def _learns(*pairs: tuple[int, float]) -> dict[str, Variant]:
     """One pass with other T and ε."""
     return {f"T = k / {growth}, ε = {value}": default("onepass", growth, damping=value) for growth, value in pairs}
+
+
+def _early(**schedules: Callable[[int], int]) -> dict[str, Variant]:
+    """One pass with other T, by how often these learn."""
+    counts = {name: sum(k % T(k) == 0 for k in range(1, 101)) for name, T in schedules.items()}
+    return {f"{n} of 100, {name}": variants.learning_at(schedules[name]) for name, n in counts.items()}
 
 
 _AVERAGED = {
@@ -123,6 +130,9 @@ STUDIES = {
     "damping-kbfgs": Study({**_KBFGS, **_damped("K-BFGS", "kbfgs")}),
     "damping-kfac": Study({**_KFAC, **_damped("KFAC", "kfac-untuned")}),
     "damping-kfac-long": Study({**_KFAC, **_damped("KFAC", "kfac-untuned")}, steps=800),
+    "early": Study(
+        _early(**{"T = k / 5": burn_in(growth=5)}, **{f"spaced k / {n}": variants.spaced(n) for n in (5, 4, 3, 2)})
+    ),
     "averaged": Study({**_AVERAGED, **_MORE_AVERAGED}),
     "averaged-wide": Study(_AVERAGED, ("mlp-8", "ae-28"), steps=120),
     "computed": Study(_COMPUTED),

@@ -43,7 +43,8 @@ class Variant:
 
 FORMER: Setting = {"lr": 0.4, "damping": 0.3}
 """α and ε of the rows that ideas stand beside: the defaults, until some of these studies had shown better ones."""
-_FORMER_GROWTH = 10
+_FORMER_T = burn_in(growth=10)
+_LATER_T = burn_in(growth=5)
 _FORMER_CELLS = {"input_inverse": StepHessianAction(decay=0.0, num_random=0)}
 _CLASSES: dict[str, Any] = {
     "onepass": OnePassKBFGS,
@@ -55,7 +56,7 @@ _CLASSES: dict[str, Any] = {
 
 def _variant(
     name: str,
-    growth: int = _FORMER_GROWTH,
+    T: Callable[[int], int] = _FORMER_T,
     schedule: Schedule = cosine,
     step: Callable[..., Tensor] | None = None,
     cells: Mapping[str, Any] = MappingProxyType({}),
@@ -65,13 +66,13 @@ def _variant(
     former = {} if make is KFAC else _FORMER_CELLS
     recipe = replace(make.recipe, **{**former, **cells})
     frequencies = [key for key in signature(make).parameters if key.endswith("update_freq")]
-    build = of_model(partial(make, recipe=recipe, **dict.fromkeys(frequencies, burn_in(growth=growth))))
+    build = of_model(partial(make, recipe=recipe, **dict.fromkeys(frequencies, T)))
     return Variant(replace(entry, build=build, step=step or entry.step), {**FORMER, **setting}, schedule)
 
 
-def default(name: str, growth: int = _FORMER_GROWTH, **setting: float) -> Variant:
+def default(name: str, growth: int = 10, **setting: float) -> Variant:
     """A row as it was, or with other numbers; at first T = k / growth."""
-    return _variant(name, growth, **setting)
+    return _variant(name, burn_in(growth=growth), **setting)
 
 
 def _one_pass(step: Callable[..., Tensor] = loop, **cells: Any) -> Variant:
@@ -82,9 +83,20 @@ def _two_pass(step: Callable[..., Tensor] = closure, **cells: Any) -> Variant:
     return _variant("kbfgs", step=step, cells=cells)
 
 
+def spaced(growth: int, final: int = 20) -> Callable[[int], int]:
+    """T that is the largest divisor of the final one that is at most k / growth: updates are so far apart, or less."""
+    divisors = [d for d in range(1, final + 1) if final % d == 0]
+    return lambda k: max((T for T in divisors if T * growth <= k), default=1)
+
+
+def learning_at(T: Callable[[int], int], **cells: Any) -> Variant:
+    """The default, with another T."""
+    return _variant("onepass", T, cells={"input_inverse": StepHessianAction(), **cells}, lr=0.4, damping=0.1)
+
+
 def averaged(decay: float, num_random: int) -> Variant:
     """H_A with other averages of y, and other numbers of random directions; T = k / 5 at first."""
-    return _variant("onepass", 5, cells={"input_inverse": StepHessianAction(decay, num_random)}, lr=0.4, damping=0.1)
+    return learning_at(_LATER_T, input_inverse=StepHessianAction(decay, num_random))
 
 
 # ------------------------------------------------------------------ inverses that are computed, not learned
@@ -119,7 +131,7 @@ class FisherFromFirst(FisherInverse):
 def computed(**cells: Any) -> Variant:
     """The default with other inverses; T = k / 5 at first."""
     learned = {"input_inverse": StepHessianAction(), "output_inverse": FisherAction()}
-    return _variant("onepass-kfac", 5, cells={**learned, **cells}, lr=0.4, damping=0.1)
+    return _variant("onepass-kfac", _LATER_T, cells={**learned, **cells}, lr=0.4, damping=0.1)
 
 
 # ------------------------------------------------------------------ how long a step is
@@ -176,7 +188,7 @@ def by_own_size(most: float, least: float = 0.01) -> Variant:
         known = {p for layer in layers for p in layer}
         rest = [p for p in model.parameters() if p not in known]
         groups = [{"params": params} for params in (*layers, rest) if params]
-        return (OnePassKBFGS(model, groups, lr=0.4),)
+        return (OnePassKBFGS(model, groups, lr=0.4, curvature_update_freq=_LATER_T),)
 
     def step(optimizers: Optimizers, batch: Minibatch) -> Tensor:
         (optimizer,) = optimizers

@@ -64,6 +64,14 @@ def test_the_burn_in_costs_few_updates() -> None:
     assert sum(k % T(k) == 0 for k in range(1, 321)) == 91
 
 
+def test_a_burn_in_of_little_growth_learns_every_few_steps_until_its_end() -> None:
+    """As T = m divides k = m · growth."""
+    T = burn_in(final=20, growth=5)
+    due = [k for k in range(1, 141) if k % T(k) == 0]
+    assert due == [*range(1, 11), 12, 14, 15, 18, 20, 24, *range(25, 101, 5), 120, 140]
+    assert sum(k <= 100 for k in due) == 32
+
+
 def test_dense_then_is_the_published_codes_schedule() -> None:
     T = dense_then(every=20, until=20)
     assert [k for k in range(1, 100) if k % T(k) == 0] == [*range(1, 21), 40, 60, 80]

@@ -24,7 +24,9 @@ def burn_in(final: int = 20, growth: int = 20) -> Callable[[int], int]:
     """Update frequency that starts at every step and grows in proportion to the steps taken.
 
     T(k) = min(final, max(1, k // growth)): 1 for the first 2 · growth steps, ``final`` after final · growth.
-    Activations grow fast early on, and an inverse that is not updated meanwhile makes the loss diverge.
+    Activations grow fast early on, and an inverse that is not updated meanwhile makes the loss diverge. Where
+    ``growth`` is below ``final``, updates come every ``growth`` steps until T is final: T(k) = m divides
+    k = m · growth.
 
     Args:
         final: T in the end.
