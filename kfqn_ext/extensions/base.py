@@ -235,12 +235,16 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         calls = () if old is None else tuple(seen for seen in old.calls if seen() is not None)
         repeated = any(seen() is call for seen in calls)
         result, waiting = (None, ()) if old is None else (old.result, old.waiting)
-        if repeated:
-            result, waiting = self._add_gradient(module, self._with(module, result, _layers(waiting)), layer), ()
-        elif self.waits(module) and _numbers([*_layers(waiting), layer]) <= _FEW_NUMBERS:
+        if not repeated and self.waits(module) and _numbers([*_layers(waiting), layer]) <= _FEW_NUMBERS:
             waiting = (*waiting, shared(module, ("kept", id(layer)), lambda: _kept(layer, waiting)))
         else:
-            result, waiting = self._with(module, result, [*_layers(waiting), layer]), ()
+            if waiting:
+                result, waiting = self._settle(module), ()
+                if result is None:
+                    return
+            result = (
+                self._add_gradient(module, cast(Q, result), layer) if repeated else self._with(module, result, [layer])
+            )
         several = old is not None and (old.several or (not repeated and old.backward == backward))
         calls = calls if repeated else (*calls, weakref.ref(call))
         grad = cast(Tensor, module.weight).grad

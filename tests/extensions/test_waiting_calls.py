@@ -106,12 +106,18 @@ def test_many_numbers_are_measured_before_the_pass_has_ended(
     waits = kind()
     waits.waits = lambda module: True
     got = run(waits, "linear", (5,) * 7)
-    assert measured[0] == 15 and more == [15, 5]
+    assert measured[0] == 10 and more == [5, 10, 5, 5]
     waits.waits = lambda module: False
     assert_same(got, run(kind(), "linear", (5,) * 7))
 
 
-def test_a_gradient_that_is_changed_in_place_meanwhile_is_not_measured() -> None:
+@pytest.mark.parametrize("few", [92, 2**19])
+def test_a_gradient_that_is_changed_in_place_meanwhile_is_not_measured(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its call waits for the end of the pass, or for the third one."""
+    monkeypatch.setattr(base, "_FEW_NUMBERS", few)
+
     def spoil(gradients: tuple[Tensor, ...]) -> None:
         gradients[0].zero_()
 
