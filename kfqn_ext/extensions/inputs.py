@@ -90,14 +90,14 @@ class InputQuantities(LayerExtension[M]):
             probe: ``f(module, a_bar) -> s`` or ``(s, kept)``. A s is then computed at once and the input let go (where
                 s is None, just let go); otherwise the result holds the layer's input for as long as it lives. A layer
                 that is called several times in a pass is probed with its first call's ā, unless the caller sets
-                ``late`` and calls :meth:`finish`.
+                ``late`` and calls :meth:`InputQuantities.finish`.
             accumulate: Merge over backward passes (micro-batches) too, until ``clear()``.
             modules: Measure these layers only, whether or not their weight needs a gradient.
         """
         super().__init__(reduction, subsampling, accumulate, modules)
         self.probe = probe
         self.late: Callable[[nn.Module], bool] = lambda module: False
-        """Whether the input of a layer, where it is to be probed, is kept until :meth:`finish`, for ā of all calls."""
+        """Whether the input of a layer, where it is to be probed, is kept until ``finish``, for ā of all calls."""
 
     def finish(self, single: SingleCalls | None = None) -> None:
         """Probe the layers whose inputs were kept, too, and let these go; see :class:`LayerExtension`."""
