@@ -234,22 +234,29 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
             return
         calls = () if old is None else tuple(seen for seen in old.calls if seen() is not None)
         repeated = any(seen() is call for seen in calls)
-        result, waiting = (None, ()) if old is None else (old.result, old.waiting)
-        if not repeated and self.waits(module) and _numbers([*_layers(waiting), layer]) <= _FEW_NUMBERS:
-            waiting = (*waiting, shared(module, ("kept", id(layer)), lambda: _kept(layer, waiting)))
-        else:
-            if waiting:
-                result, waiting = self._settle(module), ()
-                if result is None:
-                    return
-            result = (
-                self._add_gradient(module, cast(Q, result), layer) if repeated else self._with(module, result, [layer])
-            )
+        grown = self._grown(module, old, layer, repeated)
+        if grown is None:
+            return
         several = old is not None and (old.several or (not repeated and old.backward == backward))
         calls = calls if repeated else (*calls, weakref.ref(call))
         grad = cast(Tensor, module.weight).grad
         seen = None if grad is None else (weakref.ref(grad), version_of(rows_of(grad)))
-        self._keep(module, _Entry(backward, result, waiting, calls, several, seen))
+        self._keep(module, _Entry(backward, *grown, calls, several, seen))
+
+    def _grown(
+        self, module: nn.Module, old: _Entry[Q] | None, layer: LayerPass, repeated: bool
+    ) -> tuple[Q | None, tuple[_Waiting, ...]] | None:
+        """Result and waiting calls, with one more; None where calls that have waited can't be measured any more."""
+        result, waiting = (None, ()) if old is None else (old.result, old.waiting)
+        if not repeated and self.waits(module) and _numbers([*_layers(waiting), layer]) <= _FEW_NUMBERS:
+            return result, (*waiting, shared(module, ("kept", id(layer)), lambda: _kept(layer, waiting)))
+        if waiting:
+            result = self._settle(module)
+            if result is None:
+                return None
+        if repeated:
+            return self._add_gradient(module, cast(Q, result), layer), ()
+        return self._with(module, result, [layer]), ()
 
     def _keep(self, module: nn.Module, entry: _Entry[Q]) -> None:
         self._results[module] = entry

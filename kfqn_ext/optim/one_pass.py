@@ -55,8 +55,8 @@ class OnePassKBFGS(KroneckerOptimizer):
             lr: α ≥ 0, how long a step is: see :class:`~kfqn_ext.optim.lengths.Spectral`. A function of the step
                 k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
             damping: ε > 0, in units of each factor's mean eigenvalue.
-            curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. At first each
-                step is one, then about each fifth until k = 100, and then each 20th.
+            curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. By default
+                these are the first ten steps, about each fifth until k = 100, and then each 20th.
             recipe: Changed cells: ``replace(OnePassKBFGS.recipe, ...)``.
         """
         super().__init__(

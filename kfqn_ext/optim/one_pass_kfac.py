@@ -62,9 +62,10 @@ class OnePassKFAC(KroneckerOptimizer):
             lr: α ≥ 0, how long a step is: see :class:`~kfqn_ext.optim.lengths.Spectral`. A function of the step
                 k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
             damping: ε > 0, in units of each factor's mean eigenvalue.
-            stats_update_freq: T₁ ≥ 1: a minibatch enters A and Γ when k is a multiple of T₁. At first
-                each step is one, then about each fifth until k = 100, and then each 20th.
-            inverse_update_freq: T₂ ≥ 1: the inverses are recomputed when k is a multiple of T₂. T₂ is as T₁.
+            stats_update_freq: T₁ ≥ 1: a minibatch enters A and Γ when k is a multiple of T₁. By default
+                these are the first ten steps, about each fifth until k = 100, and then each 20th.
+            inverse_update_freq: T₂ ≥ 1: the inverses are recomputed when k is a multiple of T₂; by default as
+                T₁.
             recipe: Changed cells: ``replace(OnePassKFAC.recipe, ...)``.
         """
         super().__init__(
