@@ -1,6 +1,7 @@
 """Small calls of a layer that wait for each other are measured as one batch, and give what they give one by one."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kfqn_ext import OnePassKBFGS, OnePassKFAC
 from kfqn_ext.extensions import KBFGSQuantities, LayerExtension, base, extend
 from tests.cases import assert_close
 from tests.extensions.test_every_extension import EXTENSIONS
+from workloads.operations import Operations
 
 F64 = torch.float64
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -174,3 +176,26 @@ def test_steps_of_a_recurrent_network(make: Any, measured: list[int], monkeypatc
     for one, other in zip(got, trained(make), strict=True):
         assert_close(one, other, 1e-9)
     assert set(measured) == {5}
+
+
+def operations_of_a_call(make: Any) -> float:
+    """What one more call of the cell adds to a step that is due, forward and backward pass included."""
+    numbers = []
+    for calls in (6, 12):
+        torch.manual_seed(0)
+        model = Recurrent()
+        optimizer, operations = make(model), Operations()
+        x, y = torch.randn(5, calls, 3), torch.arange(5) % 3
+        for k in range(2):
+            with operations if k else nullcontext():
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        numbers.append(operations.number)
+    return (numbers[1] - numbers[0]) / 6
+
+
+def test_a_call_that_waits_takes_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = operations_of_a_call(OnePassKBFGS)
+    monkeypatch.setattr(base, "_FEW_NUMBERS", 0)
+    assert (together, operations_of_a_call(OnePassKBFGS)) == (9, 39)
