@@ -75,7 +75,7 @@ class LayerGeometry(ABC):
 
     def from_matrix(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
         """Undo :meth:`to_matrix`; a view of the matrix, also where that is columns of a W."""
-        return matrix.view(*shape)
+        return matrix if matrix.shape == shape else matrix.view(*shape)
 
     # ------------------------------------------------------------------ W = [weight, bias]
 
@@ -97,7 +97,10 @@ class LayerGeometry(ABC):
         whose blocks are not contiguous may have none, is a RuntimeError, and is never copied.
         """
         weight = self.from_matrix(W[..., : self.inner], weight_shape)
-        return weight, W[..., self.inner].view(-1) if self.has_bias else None
+        if not self.has_bias:
+            return weight, None
+        bias = W[..., self.inner]
+        return weight, bias if bias.ndim == 1 else bias.view(-1)
 
     def multiply(self, weight: Tensor, bias: Tensor | None, a: Tensor) -> Tensor:
         """W a for W = [weight, bias], which is not joined: [*B, d_in] → [*B, d_out]."""

@@ -20,7 +20,10 @@ def stack(vectors: Iterable[Tensor]) -> Tensor:
     Returns:
         [L, *B, d], where d is the largest of the lengths and shorter ones end with zeros; or [L, *B, d, k].
     """
-    return pad_sequence(list(vectors), batch_first=True)
+    vectors = list(vectors)
+    if len({v.shape for v in vectors}) == 1:  # in one operation
+        return torch.stack(vectors)
+    return pad_sequence(vectors, batch_first=True)
 
 
 def unstack(stacked: Tensor, sizes: Sequence[int]) -> list[Tensor]:

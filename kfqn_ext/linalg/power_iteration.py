@@ -49,9 +49,9 @@ def _iterate(matrices: Sequence[Tensor], vectors: Sequence[Tensor], keep: Tensor
     images = [times(P, u) for P, u in zip(matrices, vectors, strict=True)]
     back = stack(times(P.mT, v) for P, v in zip(matrices, images, strict=True))
     after = torch.linalg.vector_norm(back, dim=-1)
-    norms = after / torch.linalg.vector_norm(stack(images), dim=-1)  # NaN for 0 / 0
-    usable = torch.isfinite(norms) & (after > 0)
-    better = torch.where((usable & ~keep).unsqueeze(-1), back / after.unsqueeze(-1), stack(vectors))
+    ratios: Tensor = after / torch.linalg.vector_norm(stack(images), dim=-1)
+    norms = ratios.nan_to_num(0.0, 0.0)  # 0 / 0 for a vector that P maps to zero
+    usable = (norms > 0) & ~keep
+    better = torch.where(usable.unsqueeze(-1), back / after.unsqueeze(-1), stack(vectors))
     torch._foreach_copy_(list(vectors), unstack(better, [u.shape[-1] for u in vectors]))
-    norms = torch.where(usable, norms, 0.0)
     return norms if norms.ndim == 1 else norms.flatten(1).amax(1)

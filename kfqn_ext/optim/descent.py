@@ -4,9 +4,9 @@ A layer's W = [weight, bias] moves as one matrix; which entries of a matrix are 
 complex parameter moves as its real and imaginary parts.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from kfqn_ext.optim.preconditioner.block import is_elsewhere, is_started, moment
 from kfqn_ext.optim.preconditioner.owners import Owners
 from kfqn_ext.optim.recipe import Recipe
 
+T = TypeVar("T")
 Group = dict[str, Any]
 Direction = Callable[[Layer, Group, Tensor], Tensor | None]
 """(layer, its group, M) ↦ P = H_G M H_A, or None for a layer without curvature, which moves as others do."""
@@ -66,7 +67,7 @@ def descend(
     grads, moving = _gradients(groups, plan, owners), _moving_here(groups, state, plan, owners)
     for group in groups:
         _forget(_idle_momenta(group, moving), gate)
-        _accumulate(list(_momenta(group, state, plan, moving, grads)), group, gate)
+        _accumulate(_momenta(group, state, plan, moving, grads), group, gate)
     ready: list[_Ready] = []
     moves: list[Move] = []
     for group in groups:
@@ -120,16 +121,27 @@ def _moving(layer: Layer, state: State) -> _Moving:
     return _Moving(layer, M, [(p, part) for p, part in parts if p.grad is not None] if idle else parts, idle)
 
 
+@dataclass(frozen=True)
+class _Momenta:
+    """What of a group has a gradient: whole momenta, and each gradient after the part of a momentum that it is of."""
+
+    whole: list[Tensor]
+    parts: list[tuple[Tensor, Tensor]]
+
+
 def _momenta(
     group: Group, state: Mapping[Tensor, State], plan: Plan, moving: Mapping[Tensor, _Moving], grads: Gradients
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each gradient of a group, after the part of the momentum that it belongs to."""
+) -> _Momenta:
+    found = _Momenta([], [])
     for p in group["params"]:
         if p in moving:
-            for q, part in moving[p].parts:
-                yield part, grads[q]
+            found.whole.append(moving[p].M)
+            found.parts.extend((part, grads[q]) for q, part in moving[p].parts)
         elif p not in plan.layers and p not in plan.covered and p in grads:
-            yield as_real(rows_of(_momentum_of(p, state[p]))), as_real(grads[p])
+            M = as_real(rows_of(_momentum_of(p, state[p])))
+            found.whole.append(M)
+            found.parts.append((M, as_real(grads[p])))
+    return found
 
 
 def _idle_momenta(group: Group, moving: Mapping[Tensor, _Moving]) -> Iterator[Tensor]:
@@ -178,19 +190,29 @@ def _parts(layer: Layer, W: Tensor) -> list[tuple[Tensor, Tensor]]:
 # ------------------------------------------------------------------ M ← βM + g
 
 
-def _accumulate(momenta: Sequence[tuple[Tensor, Tensor]], group: Group, gate: Gate) -> None:
-    """M ← βM + g for pairs of a momentum and a gradient, or M where the batch is not finite."""
-    # One tensor that is unlike the others, as columns of an M with a bias are, makes foreach go one by one.
-    kinds: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
-    for M, grad in momenta:
-        kinds.setdefault((M.device, M.dtype, grad.dtype, M.is_contiguous()), []).append((M, grad))
-    for pairs in kinds.values():
-        Ms = [M for M, _ in pairs]
+def _accumulate(momenta: _Momenta, group: Group, gate: Gate) -> None:
+    """M ← βM + g for all momenta of a group, or M where the batch is not finite."""
+    for Ms in _alike(momenta.whole, lambda M: (M.device, M.dtype)):
         torch._foreach_mul_(Ms, gate.choose(group["momentum"], 1.0, Ms[0]))
-        torch._foreach_add_(Ms, gate.gradients([grad for _, grad in pairs]))
-        if group["step"] % _FLUSH_EVERY == 0:
-            for M in Ms:
-                flush_(M)
+    # One tensor that is unlike the others, as columns of an M with a bias are, makes foreach go one by one.
+    for pairs in _alike(momenta.parts, _kind_of_sum):
+        torch._foreach_add_([M for M, _ in pairs], gate.gradients([grad for _, grad in pairs]))
+    if group["step"] % _FLUSH_EVERY == 0:
+        for M in momenta.whole:
+            flush_(M)
+
+
+def _kind_of_sum(pair: tuple[Tensor, Tensor]) -> Hashable:
+    M, grad = pair
+    return M.device, M.dtype, grad.dtype, M.is_contiguous()
+
+
+def _alike(items: Iterable[T], kind: Callable[[T], Hashable]) -> Iterable[list[T]]:
+    """Items in groups of one kind."""
+    kinds: dict[Hashable, list[T]] = {}
+    for item in items:
+        kinds.setdefault(kind(item), []).append(item)
+    return kinds.values()
 
 
 def _forget(momenta: Iterable[Tensor], gate: Gate) -> None:

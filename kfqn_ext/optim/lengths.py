@@ -197,9 +197,9 @@ class SignalToNoise(StepLength):
 
 def _sums_of_squares(norms: Sequence[Sequence[Tensor]], like: Tensor) -> Tensor:
     """Of each layer's parameters, [L]: in as few operations for many layers as for one."""
-    columns = zip_longest(*norms, fillvalue=like.new_zeros(()))  # all weights, all biases
-    stacked = [torch.stack([norm.to(like.device, like.dtype) for norm in column]) for column in columns]
-    return torch.stack(stacked).square().sum(0)
+    columns = list(zip_longest(*norms, fillvalue=norms[0][0].new_zeros(())))  # all weights, all biases
+    stacked = torch.stack([norm for column in columns for norm in column]).to(like)
+    return stacked.square().view(len(columns), len(norms)).sum(0)
 
 
 def _times(norms: Tensor, wanted: Sequence[float], gate: Gate) -> Tensor:

@@ -316,8 +316,8 @@ class KroneckerOptimizer(Optimizer):
             self._warn_once(_NEVER_RAN)
             it = self._iteration = None
         lacks_loss = self._step_cap is not None and (it is None or it.loss is None)
-        needs_none = not any(b.layer.weight.grad is not None for b in self._blocks())
-        checks.step(self._parameters(), it is not None or self._has_curvature() or needs_none, lacks_loss)
+        has_curvature = it is not None or self._has_curvature() or not self._needs_curvature()
+        checks.step(self._parameters(), has_curvature, lacks_loss)
         checks.averaged(self._gradients(), self._passes.ranks.rows is not None)
         self._apply_schedules()
         return it
@@ -650,6 +650,10 @@ class KroneckerOptimizer(Optimizer):
             if is_started(block):
                 self.state[block.layer.weight] = block.state
         return {block.layer for block in rejected}
+
+    def _needs_curvature(self) -> bool:
+        """Whether a layer has a gradient."""
+        return any(layer.weight.grad is not None for layer in self._planned.layers.values())
 
     def _has_curvature(self) -> bool:
         """Whether a layer has any, made from data."""

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfqn_ext.linalg import kronecker
 from kfqn_ext.optim import Minibatch, gate
+from kfqn_ext.optim.inverses import averages
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import snapshot
 from kfqn_ext.optim.preconditioner import guard
@@ -71,7 +72,7 @@ def reads(optimizer: Any, model: nn.Module, steps: range) -> list[str]:
 def nothing_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; on a CPU warnings are read at once, and buffers are compared with what they were."""
     monkeypatch.setattr(LateWarning, "_read", lambda self, flag: None)
-    for module in (snapshot, gate):
+    for module in (snapshot, gate, averages):
         monkeypatch.setattr(module, "is_on_host", lambda t: False)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kfqn_ext._torch import is_on_host
 from kfqn_ext.linalg import flush_
 from kfqn_ext.optim.inverses.base import Seen
 
@@ -22,8 +23,16 @@ def check_decay(decay: Decay) -> None:
 
 def move_towards(average: Tensor, value: Tensor, decay: Decay, seen: Seen) -> None:
     """Move: average ← β average + (1 - β) value, ``line_3`` of ``algo_1``, where the value is finite."""
-    finite = torch.isfinite(value).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
-    flush_(average.lerp_(torch.where(finite, value, average), 1.0 - decay_at(decay, seen.step)))
+    flush_(average.lerp_(where_finite(value, seen, average), 1.0 - decay_at(decay, seen.step)))
+
+
+def where_finite(value: Tensor, seen: Seen, otherwise: Tensor) -> Tensor:
+    """Matrices, [*B, d, d], where they and their minibatch are finite; elsewhere others."""
+    # What is not finite makes a sum that is not; to look at each entry takes ten times as long.
+    finite = torch.isfinite(value.sum((-2, -1), keepdim=True)) & seen.finite
+    if is_on_host(finite) and bool(finite.all()):
+        return value  # without a copy
+    return torch.where(finite, value, otherwise)
 
 
 def decay_at(decay: Decay, step: int) -> float:

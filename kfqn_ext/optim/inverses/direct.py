@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfqn_ext.extensions import InputGram, KFACFactors
 from kfqn_ext.linalg import damped_inverse
-from kfqn_ext.optim.inverses.averages import Decay, check_decay, move_towards
+from kfqn_ext.optim.inverses.averages import Decay, check_decay, move_towards, where_finite
 from kfqn_ext.optim.inverses.base import InputInverse, Inverse, Kinds, Measured, OutputInverse, Seen, State
 
 
@@ -29,9 +29,7 @@ class BatchInverse(InputInverse):
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
         for state, measured, value in zip(states, seen.first, damping, strict=True):
-            inverse = damped_inverse(measured[InputGram].A, value)
-            finite = torch.isfinite(inverse).all(-1, keepdim=True).all(-2, keepdim=True) & seen.finite
-            state["H_A"] = torch.where(finite, inverse, state["H_A"])
+            state["H_A"] = where_finite(damped_inverse(measured[InputGram].A, value), seen, state["H_A"])
 
 
 @dataclass(frozen=True)
