@@ -12,7 +12,7 @@ from backpack.extensions.backprop_extension import FAIL_SILENT
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from torch import Tensor, nn
 
-from kfqn_ext._torch import computes_gradient_of, rows_of, version_of
+from kfqn_ext._torch import computes_gradient_of, is_on_host, rows_of, version_of
 from kfqn_ext.errors import MissingQuantitiesError
 from kfqn_ext.extensions.calls import SingleCalls, call_of, is_added_up, objection_to, shared
 from kfqn_ext.extensions.pooling import pooled, shares
@@ -290,13 +290,18 @@ class LayerExtension(FirstOrderBackpropExtension, Generic[Q]):  # type: ignore[m
         return self.follows_grad and not self.has_gradient(module)
 
     def _is_zeroed(self, module: nn.Module) -> bool:
-        """Whether ``weight.grad`` was set to zero in place; waits for the device where it was written to at all."""
+        """Whether ``weight.grad`` was set to zero; waits for the device where it was written to at all.
+
+        A tensor of zeros that took its place is noticed on the host, where to look at it needs no waiting.
+        """
         grad = cast(Tensor, module.weight).grad
         if not self.follows_grad or grad is None:
             return False
         seen = self._results[module].grad if module in self._results else None
-        as_left = 0 if seen is None or seen[0]() is not grad else seen[1] + 1  # by the pass, which has added to it
-        return version_of(rows_of(grad)) != as_left and not bool(rows_of(grad).any())
+        rows, is_new = rows_of(grad), seen is None or seen[0]() is not grad
+        as_left = 0 if seen is None or is_new else seen[1] + 1  # by the pass, which has added to it
+        may_be_zero = version_of(rows) != as_left or (is_new and is_on_host(rows))
+        return may_be_zero and not bool(rows.any())
 
     def _forget(self, module: nn.Module) -> None:
         result, weight = self._results.pop(module).result, module._parameters.get("weight")

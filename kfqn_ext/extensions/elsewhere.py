@@ -13,6 +13,7 @@ from torch import nn
 from kfqn_ext._torch import annotations_of, current_backward, inputs_of, leaf_of, roots_of_backward
 
 _ENTRY = "kfqn_ext.extensions.elsewhere"
+_DIFFERENTIATED = f"{_ENTRY}.differentiated"
 # How many of a product's first inputs it multiplies, and how many of its last ones; the rest is added.
 _PRODUCTS = {
     **dict.fromkeys(("Mm", "Bmm", "Mv", "Dot", "Linear", "Convolution"), (2, 0)),
@@ -25,15 +26,25 @@ _marked_kinds: set[str] = set()  # names of nodes that were ever marked: others 
 _Below = frozenset[Any] | None  # the parameters that a node's output is a function of; None where it depends on data
 
 
-def mark_as_own(output: Any, entry: Any) -> None:
+def mark_as_own(output: Any, entry: Any) -> dict[str, Any]:
     """Mark the node of a layer's output, so that the products of this call are known as its own.
 
     Args:
         output: The node that has made the output.
         entry: The node that has made the input, where there is one: what is before it is not the layer's.
+
+    Returns:
+        What is noted at the node, for :func:`mark_as_differentiated`.
     """
     _marked_kinds.add(output.name())
-    annotations_of(output)[_ENTRY] = entry
+    notes = annotations_of(output)
+    notes[_ENTRY] = entry
+    return notes
+
+
+def mark_as_differentiated(notes: dict[str, Any]) -> None:
+    """Note that the gradient of a call has become part of a computation that goes on, by ``create_graph=True``."""
+    notes[_DIFFERENTIATED] = True
 
 
 def is_used_elsewhere(weight: nn.Parameter, thread: int) -> bool:
@@ -62,7 +73,8 @@ def multiplied_elsewhere(roots: Iterable[Any]) -> set[nn.Parameter]:
     """
     graph = _graph(roots)
     names = {node: node.name() for node in graph}
-    if any(name.count("Backward") > 1 for name in names.values()):
+    own_kinds = [annotations_of(node) for node, name in names.items() if name in _marked_kinds]
+    if any(name.count("Backward") > 1 for name in names.values()) or any(_DIFFERENTIATED in n for n in own_kinds):
         return set()  # it holds derivatives of products, which are neither of a layer nor of a penalty
     entries = {n: annotations_of(n).get(_ENTRY, n) for n, name in names.items() if name in _marked_kinds}
     entries = {node: entry for node, entry in entries.items() if entry is not node}

@@ -35,7 +35,7 @@ from kfqn_ext.errors import UnsupportedLayerError
 from kfqn_ext.extensions.active import BACKPACKS, active, has_backpacks_hooks, reaching
 from kfqn_ext.extensions.base import LayerExtension
 from kfqn_ext.extensions.calls import CALL, SHARED, Call, objection_to
-from kfqn_ext.extensions.elsewhere import mark_as_own
+from kfqn_ext.extensions.elsewhere import mark_as_differentiated, mark_as_own
 from kfqn_ext.geometry import is_layer, layer_input, refuse_nested
 from kfqn_ext.linalg import full_precision
 
@@ -240,12 +240,13 @@ def _register(module: nn.Module, x: Tensor, output: Tensor) -> None:
     if not measured:
         return
     kept, call, which = [saved], Call(module), watched.output_nr
-    mark_as_own(watched.grad_fn, x.grad_fn)
+    notes = mark_as_own(watched.grad_fn, x.grad_fn)
 
     def run(gradients: tuple[Tensor | None, ...]) -> None:
         g = gradients[which]
-        # Gradients are enabled with create_graph=True, and batched with is_grads_batched=True.
-        if g is not None and not torch.is_grad_enabled() and not is_batched(g):
+        if torch.is_grad_enabled():  # with create_graph=True
+            mark_as_differentiated(notes)
+        elif g is not None and not is_batched(g):  # as they are with is_grads_batched=True
             exts = _active(module)
             if exts:
                 _run_extensions(exts, module, call, kept, g.detach().reshape(shape))

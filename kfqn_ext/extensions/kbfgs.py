@@ -33,8 +33,8 @@ class LayerMoments(InputMoments):
         num_data: N.
         num_locations: |T|; an average where calls of one layer had different numbers.
         operator: ``A``, or None where a probe let the inputs go.
-        s: The probe's direction s = f(module, ā), [*B, d_in], or None.
-        A_s: A s, [*B, d_in], or None.
+        s: The probe's direction s = f(module, ā), [*B, d_in], or several, [*B, d_in, k], or None.
+        A_s: A s, shaped like s, or None.
         kept: What the probe has handed on, or None.
     """
 

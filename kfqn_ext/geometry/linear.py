@@ -37,7 +37,7 @@ class LinearGeometry(LayerGeometry):
         rows = x.flatten(0, -2)
         A = rows.new_empty(self.d_in, self.d_in)
         inner = self.inner
-        torch.mm(rows.T, rows, out=A[:inner, :inner])  # without a copy of it
+        A[:inner, :inner].addmm_(rows.T, rows, beta=0)  # without a copy of it
         if self.has_bias:
             A[inner, :inner] = A[:inner, inner] = rows.sum(0)
             A[inner, inner] = rows.shape[0]

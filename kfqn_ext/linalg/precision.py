@@ -28,6 +28,36 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
+class _Process:
+    """torch's switches, which are the process's: the first thread in the body sets them, the last one resets them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._reduced: list[tuple[Any, str]] = []
+
+    def enter(self) -> None:
+        """Set the switches, where no thread has."""
+        with self._lock:
+            if self._threads == 0:
+                found = [switch for switch in _switches() if switch.fp32_precision not in ("ieee", "none")]
+                self._reduced = [(switch, _held(switch)) for switch in found]
+                for switch in found:
+                    switch.fp32_precision = "ieee"
+            self._threads += 1
+
+    def leave(self) -> None:
+        """Set them back, where no other thread is left."""
+        with self._lock:
+            self._threads -= 1
+            if self._threads == 0:
+                for switch, value in self._reduced:
+                    switch.fp32_precision = value
+
+
+_PROCESS = _Process()
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Compute products of float32 in float32: in the body, or in the function that is decorated.
@@ -38,17 +68,14 @@ def full_precision() -> Iterator[None]:
     if _THREAD.inside:
         yield
         return
-    reduced = [(switch, _held(switch)) for switch in _switches() if switch.fp32_precision not in ("ieee", "none")]
+    _PROCESS.enter()
     try:
         _THREAD.inside = True
-        for switch, _ in reduced:
-            switch.fp32_precision = "ieee"
         with without_autocast():
             yield
     finally:
         _THREAD.inside = False
-        for switch, value in reduced:
-            switch.fp32_precision = value
+        _PROCESS.leave()
 
 
 def _held(switch: Any) -> str:

@@ -32,6 +32,8 @@ class Gate:
         return float(value) if self._is_open else otherwise
 
     def _choose_on_device(self, value: Rate, otherwise: float, like: Tensor) -> Tensor:
+        if isinstance(value, Tensor) and is_on_host(value):
+            value = float(value)  # to copy it to the device would have the host wait
         # A tensor counts by its identity, which is its own as long as the value is kept.
         key = (id(value) if isinstance(value, Tensor) else value, otherwise, like.dtype, like.device)
         if key not in self._chosen:

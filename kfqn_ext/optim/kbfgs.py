@@ -1,7 +1,7 @@
 """K-BFGS and K-BFGS(L), ``algo_8``."""
 
 from dataclasses import replace
-from typing import Any, Self, cast, final
+from typing import Any, Self, final
 
 from torch import Tensor, nn
 from typing_extensions import Unpack
@@ -22,8 +22,8 @@ class KBFGS(KroneckerOptimizer):
     this minibatch's A, H_G from the changes of h̄ and ∂h̄ that a step makes.
 
     The default needs no tuning: the lengths of steps are set, the damping is relative (:func:`untuned
-    <kfqn_ext.optim.recipe.untuned>`), H_A learns along one more direction, and H_G counts in a unit that grows with the
-    gradients. :meth:`as_printed` is ``algo_8`` to the letter.
+    <kfqn_ext.optim.recipe.untuned>`), H_A learns along four more directions, and H_G counts in a unit that grows with
+    the gradients. :meth:`as_printed` is ``algo_8`` to the letter.
 
     Example:
         >>> import torch
@@ -122,7 +122,7 @@ class KBFGSL(KroneckerOptimizer):
         damping: float | Schedule = 0.1,
         curvature_update_freq: int | Schedule = QUICK_BURN_IN,
         momentum: float = 0.8,
-        history_size: int = 100,
+        history_size: int | None = None,
         recipe: Recipe | None = None,
         **shared: Unpack[Shared],
     ) -> None:
@@ -134,16 +134,16 @@ class KBFGSL(KroneckerOptimizer):
             damping: ε > 0, in units of each factor's mean eigenvalue.
             curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. By default
                 these are the first ten steps, about each fifth until k = 100, and then each 20th.
-            history_size: p ≥ 1: how many pairs are kept.
+            history_size: p ≥ 1: how many pairs are kept; None for the recipe's, 100.
             recipe: For changed cells: ``replace(KBFGSL.recipe, split=...)``.
+
+        Raises:
+            ValueError: If ``history_size`` is given beside a recipe that keeps no pairs.
         """
-        recipe = self.recipe if recipe is None else recipe
         super().__init__(
             model,
             params,
-            recipe=replace(
-                recipe, output_inverse=replace(cast(SecantLBFGS, recipe.output_inverse), history_size=history_size)
-            ),
+            recipe=_with_history(self.recipe if recipe is None else recipe, history_size),
             lr=lr,
             damping=damping,
             curvature_update_freq=curvature_update_freq,
@@ -184,3 +184,16 @@ class KBFGSL(KroneckerOptimizer):
             recipe=cls.recipe_as_printed,
             **shared,
         )
+
+
+def _with_history(recipe: Recipe, history_size: int | None) -> Recipe:
+    """A recipe whose H_G is made of so many pairs."""
+    rule = recipe.output_inverse
+    if history_size is None:
+        return recipe
+    if not isinstance(rule, SecantLBFGS):
+        raise ValueError(
+            f"history_size={history_size}: {type(rule).__name__}, the recipe's rule for H_G, keeps no pairs. Leave "
+            "history_size out, or take a recipe with SecantLBFGS."
+        )
+    return replace(recipe, output_inverse=replace(rule, history_size=history_size))

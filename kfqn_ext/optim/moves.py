@@ -55,7 +55,8 @@ def _sum_over_owners(moves: Sequence[Move], shared: Mapping[Tensor, Layer], owne
 
 
 def _sum(moves: Sequence[Move]) -> Tensor:
-    return torch.stack([move.squared_length() for move in moves]).sum()
+    squares = [move.squared_length() for move in moves]
+    return torch.stack([square.to(squares[0].device) for square in squares]).sum()
 
 
 def shortening(square: Tensor, limit: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The step that all members of the family share: one direction, one update, and a closure that is called twice."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self, overload
@@ -28,7 +28,7 @@ from kfqn_ext.optim.passes import checks
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
 from kfqn_ext.optim.passes.passes import Passes
-from kfqn_ext.optim.passes.ranks import Chosen, OneProcess, ranks_of
+from kfqn_ext.optim.passes.ranks import Chosen, OneProcess, ranks_of, seed_of
 from kfqn_ext.optim.passes.snapshot import left_as_it_was
 from kfqn_ext.optim.preconditioner import checkpoint
 from kfqn_ext.optim.preconditioner.block import empty_other, is_empty, is_started, leave_to_another, start_empty
@@ -44,7 +44,6 @@ Closure = Callable[[], Tensor]
 _NEVER_RAN = "A second pass was due and never ran: curvature was not updated. See second_pass_due."
 # What a closure raises that looks at gradients, which a second pass does without as long as it can.
 _NO_GRADIENT = (AttributeError, TypeError, AssertionError, ValueError, RuntimeError)
-_RANKS_APART = 0x9E3779B97F4A7C15 >> 1  # of the seeds that ranks sample with
 
 
 @dataclass(eq=False)
@@ -184,7 +183,7 @@ class KroneckerOptimizer(Optimizer):
         self._step_cap: float | None = step_cap
         self._iteration: Iteration | None = None
         self._state_is_empty = False  # its tensors have names and shapes, but were never measured
-        self._warned: set[str] = set()
+        self._warned: set[Hashable] = set()
         self._bad_batches = LateWarning("A batch had a gradient, or a loss, that is not finite; it changed nothing.")
         self._bad_second_passes = LateWarning("A second pass was not finite; nothing was learned from it.")
         self._passes = Passes(model, recipe, reduction, fraction, ranks)
@@ -343,8 +342,8 @@ class KroneckerOptimizer(Optimizer):
         if P is None and (self._iteration is None or layer not in self._iteration.rejected):
             self._warn_once(
                 f"Layer {layer.name} has a gradient but was not measured (called through F.linear, or its weight "
-                "multiplied outside of it too, or called with other weights or settings, compiled before it was "
-                "extended, or its weight frozen?); it moves by "
+                "multiplied outside of it too, or called with other weights or settings, or without a datum, compiled "
+                "before it was extended, or its weight frozen?); it moves by "
                 f"{self.recipe.others.title}, as others do."
             )
         return P
@@ -574,7 +573,7 @@ class KroneckerOptimizer(Optimizer):
         # From the global random numbers, so that a resumed run samples as the uninterrupted one; the pass itself
         # replays those of the first.
         seed = int(torch.randint(2**62, (), device="cpu")) if self.recipe.second_pass.sampled else 0
-        seed = (seed + self._passes.ranks.rank * _RANKS_APART) % 2**63  # each samples for data of its own
+        seed = seed_of(self._passes.ranks.rank, seed)
         part = closure if it.fraction == 1 else closure.fraction(it.fraction)
         due = it.due
         try:
@@ -596,8 +595,9 @@ class KroneckerOptimizer(Optimizer):
     def warm_start(self, loader: Any, forward: Callable[[Any], Any] | None = None, progress: bool = True) -> None:
         """Make the initial curvature from a whole data set, as ``sec_18`` does; without it, from the first minibatch.
 
-        A needs the layers' inputs only. A recipe with sampled targets also needs ``forward``, which must then run
-        the backward pass of a loss with such targets, for example ``lambda b: Minibatch(...).sampled(seed)``.
+        A needs the layers' inputs only. A recipe that looks at Γ too, or at its size, needs ``forward``, which must run
+        the backward pass: ``lambda b: Minibatch(...)()``, or ``.sampled(seed)`` where the recipe samples targets. These
+        are ``KBFGS`` and ``KBFGSL`` without tuning, ``OnePassKFAC`` and ``KFAC``.
         The model runs in the mode it is in; parameters, ``.grad``, buffers and random numbers are left as they were.
 
         Args:
@@ -607,7 +607,7 @@ class KroneckerOptimizer(Optimizer):
             progress: Whether to show a progress bar.
 
         Raises:
-            ValueError: If the loader is empty, or ``forward`` is needed and missing.
+            ValueError: If the loader is empty, no layer was measured, or ``forward`` is needed and missing.
         """
         self._check_places()
         results = self._passes.over_data([b.layer for b in self._blocks()], loader, forward, progress)
@@ -615,7 +615,7 @@ class KroneckerOptimizer(Optimizer):
         for layer in self._start(self._blocks(), results, again=True):
             warn(
                 f"warm_start: what layer {layer.name} saw is not finite, and its curvature was not made from it; it "
-                "starts from the first minibatch instead. Look for NaN and inf in the data.",
+                "keeps what it has, or starts from the first minibatch. Look for NaN and inf in the data.",
                 stacklevel=2,
             )
 
@@ -751,9 +751,10 @@ class KroneckerOptimizer(Optimizer):
         share = self._preconditioner.owners.share(self._planned.layers)
         return render(type(self).__name__, self.param_groups, self._schedules, treatments, self.recipe, share)
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn_once(self, message: str, about: Hashable = None) -> None:
+        """Of each text, or about each thing."""
+        if (about or message) not in self._warned:
+            self._warned.add(about or message)
             warn(message, stacklevel=3)
 
     # ------------------------------------------------------------------ checkpoints

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfqn_ext.extensions import InputGram, InputQuantities, InputTraces
 from kfqn_ext.linalg import double_damping_2020, splits
 from kfqn_ext.optim import (
     KBFGS,
@@ -185,7 +186,7 @@ class Member:
     @property
     def starts_from_inputs(self) -> bool:
         """Whether a warm start needs the layers' inputs alone, and no backward pass."""
-        return not (self.samples or self.reads_traces)
+        return not self.samples and self.recipe.starts_from <= {InputGram, InputQuantities, InputTraces}
 
     @property
     def limited(self) -> bool:

@@ -164,6 +164,29 @@ def test_leverage_is_that_of_the_inverse_before_its_update(name: str) -> None:
         assert {d.name: d.leverage for d in optimizer.diagnostics()} == pytest.approx(want, rel=1e-8)
 
 
+@pytest.mark.filterwarnings("ignore:A batch had a gradient")
+def test_leverage_of_micro_batches_is_that_of_the_batch() -> None:
+    """Where the first H_A is known only after the pass, also of a layer that was seen before, in a bad batch."""
+    x, y, found = torch.rand(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3, []
+    for parts in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = FAMILY["L-BFGS for H_A"].make(model, lr=0.1, damping=100.0, T=1)
+        for batch in (x * float("nan"), x):
+            optimizer.zero_grad()
+            with optimizer.first_pass():
+                for some, targets in zip(batch.chunk(parts), y.chunk(parts), strict=True):
+                    (F.cross_entropy(model(some), targets) / parts).backward()
+            optimizer.step()
+            if optimizer.second_pass_due:
+                with optimizer.second_pass():
+                    for some, targets in zip(batch.chunk(parts), y.chunk(parts), strict=True):
+                        (F.cross_entropy(model(some), targets) / parts).backward()
+        found.append(optimizer.diagnostics()[0].leverage)
+    assert 0 < found[0] < 1
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 def test_leverage_tells_a_stale_inverse() -> None:
     """Activations that grow tenfold after the warm start: H_A is a hundred times too large for them."""
     model = net()

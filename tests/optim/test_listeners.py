@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -227,3 +229,31 @@ def test_a_step_of_layers_that_were_never_measured_is_refused() -> None:
         p.grad = torch.ones_like(p)
     with pytest.raises(RuntimeError, match="nothing measured"):
         optimizer.step()
+
+
+# ------------------------------------------------------------------ several threads
+
+
+def test_the_first_layers_of_two_threads_are_measured_together() -> None:
+    """Autograd has a thread for each device: those of a model on two of them may reach their first layers at once."""
+    model = nn.ModuleDict({name: nn.Linear(4, 3) for name in "ab"})
+    optimizer, both_are_here = OnePassKBFGS(model), threading.Barrier(2, timeout=30)
+    begin = optimizer._begin_listening
+
+    def slowly() -> Any:
+        time.sleep(0.1)
+        return begin()
+
+    def one(layer: nn.Module) -> None:
+        loss = layer(torch.rand(8, 4)).square().mean()
+        both_are_here.wait()
+        loss.backward()
+
+    optimizer._begin_listening = slowly  # type: ignore[method-assign]
+    threads = [threading.Thread(target=one, args=(layer,)) for layer in model.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    optimizer.step()
+    assert all("H_A" in optimizer.state[layer.weight] for layer in model.values())

@@ -1,6 +1,7 @@
 """State meets parameters: of another shape, another dtype, and what a warm start makes of bad data."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfqn_ext.optim import KBFGS, Minibatch, splits
+from kfqn_ext.optim import KBFGS, Minibatch, OnePassKBFGS, splits
 from kfqn_ext.optim.inverses import ScaledIdentity
 from tests.cases import assert_close
 from tests.optim.family import FAMILY, rows
@@ -43,7 +44,7 @@ def warm(model: nn.Sequential, optimizer: Any) -> None:
         minibatch = Minibatch(model, F.cross_entropy, x, Y)
         minibatch.sampled(0) if recipe.second_pass.sampled else minibatch()
 
-    needed = recipe.second_pass.sampled or splits.reads_traces(recipe.split)
+    needed = recipe.second_pass.sampled or splits.reads_traces(recipe.split)  # by some; it harms none
     optimizer.warm_start([X.to(model[0].weight.dtype)], forward if needed else None, progress=False)
 
 
@@ -184,3 +185,35 @@ def test_a_recipe_without_a_side_that_keeps_state_loads_too() -> None:
     train(model, optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, optimizer)
+
+
+def test_the_state_of_a_bias_follows_it_where_the_layer_has_no_curvature() -> None:
+    """A layer that is not called as one: its momentum is the weight's, and what else moves the bias its own."""
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(50, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.first(x.flatten(1)), self.last.weight, self.last.bias)
+
+    model = Functional()
+    optimizer = OnePassKBFGS(model)
+    for dtype in (torch.float32, F64):
+        model.to(dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that the layer is not measured
+            optimizer.step(Minibatch(model, F.cross_entropy, X.to(dtype), Y))
+    assert "exp_avg_sq" in optimizer.state[model.last.bias]
+    kept = [item for state in optimizer.state.values() for item in state.items()]
+    assert {value.dtype for key, value in kept if key != "num_locations" and value.is_floating_point()} == {F64}
+
+
+def test_of_several_groups_the_message_names_the_layout_that_does_not_fit() -> None:
+    model = net(torch.float32)
+    optimizer = KBFGS(model, [{"params": part.parameters()} for part in (model[0], model[4])])
+    saved = optimizer.state_dict()
+    saved["param_groups"][1]["layout"] = "3 Other Rule"
+    with pytest.raises(ValueError, match="has the layout '3 Other Rule', and KBFGS reads"):
+        optimizer.load_state_dict(saved)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfqn_ext.linalg import kronecker
 from kfqn_ext.optim import Minibatch, gate
+from kfqn_ext.optim.groups import validation
 from kfqn_ext.optim.inverses import averages
 from kfqn_ext.optim.late_warning import LateWarning
 from kfqn_ext.optim.passes import snapshot
@@ -72,7 +73,7 @@ def reads(optimizer: Any, model: nn.Module, steps: range) -> list[str]:
 def nothing_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; on a CPU warnings are read at once, and buffers are compared with what they were."""
     monkeypatch.setattr(LateWarning, "_read", lambda self, flag: None)
-    for module in (snapshot, gate, averages):
+    for module in (snapshot, gate, averages, validation):
         monkeypatch.setattr(module, "is_on_host", lambda t: False)
 
 
@@ -118,6 +119,16 @@ def test_weights_and_biases_in_two_groups(name: str, lr: Any) -> None:
     for k in range(12, 20):  # it looks for normalizations
         other.step(batch(model, k))
     assert reads(other, model, range(20, 24)) == []
+
+
+@pytest.mark.parametrize("name", classes())
+def test_a_rate_on_the_device_beside_a_schedule(name: str) -> None:
+    """Values are checked whenever a schedule sets one; that of a tensor would have to be read."""
+    model = net()
+    optimizer = FAMILY[name].make(model, lr=torch.tensor(0.05), damping=0.5, T=lambda k: 2)
+    for k in range(8):
+        optimizer.step(batch(model, k))
+    assert reads(optimizer, model, range(8, 12)) == []
 
 
 @each

@@ -392,6 +392,40 @@ def test_a_closure_that_uses_gradients(name: str, use: Callable[[nn.Module], Non
     same(closure.optimizer, phases.optimizer)
 
 
+class Counting(nn.Module):
+    """What it computes depends on how often it was called: its buffer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen.append(float(self.count))
+        return x * (1 + self.count)
+
+
+@pytest.mark.parametrize("name", rows(lambda member: member.repeats or member.samples))
+@pytest.mark.parametrize("use", [nothing, logged_norm])
+def test_each_repetition_starts_from_the_buffers_of_the_first_pass(name: str, use: Callable[[nn.Module], None]) -> None:
+    """Also the repetition that follows one which a gradient was missing in, and one with sampled targets."""
+    model = nn.Sequential(nn.Linear(4, 5), Counting(), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = FAMILY[name].make(model, lr=0.05, damping=1.0, T=1)
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+
+    class Batch(Minibatch):
+        def __call__(self) -> Tensor:
+            loss = super().__call__()
+            use(model)
+            return loss
+
+    for k in range(1, 3):
+        optimizer.step(Batch(model, F.cross_entropy, x, y))
+        assert set(model[1].seen) == {float(k)}
+        model[1].seen.clear()
+
+
 @each
 def test_a_closure_with_backward_inputs(name: str) -> None:
     closure, phases = Run(name), Run(name)

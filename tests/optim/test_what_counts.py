@@ -107,6 +107,7 @@ CLEARED: dict[str, Callable[[nn.Module, Any], Any]] = {
     "model.zero_grad()": lambda model, optimizer: model.zero_grad(),
     "model.zero_grad(set_to_none=False)": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "p.grad = None": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    "p.grad = zeros": lambda model, optimizer: [setattr(p, "grad", torch.zeros_like(p)) for p in model.parameters()],
 }
 
 

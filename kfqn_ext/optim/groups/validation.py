@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfqn_ext._torch import is_on_host
 from kfqn_ext.errors import listed
 from kfqn_ext.optim.groups.hyperparameters import UPDATE_FREQS
 from kfqn_ext.optim.numbers import integer, is_count, number
@@ -71,7 +72,8 @@ def check_group(group: dict[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
-    _require(lr >= 0, "learning rate lr", lr, "at least 0")
+    if not _is_elsewhere(lr):  # a device would have to be waited for
+        _require(lr >= 0, "learning rate lr", lr, "at least 0")
     _require(group["damping"] > 0, "damping", group["damping"], "positive: A + λ_A I must be invertible")
     _require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "in [0, 1)")
     _require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "at least 0")
@@ -104,8 +106,11 @@ def check_split(groups: Sequence[dict[str, Any]], split: Mapping[tuple[int, int]
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two values are equal, as far as that is known without waiting for a device."""
-    elsewhere = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in (one, other))
-    return one is other or elsewhere or bool(one == other)
+    return one is other or _is_elsewhere(one) or _is_elsewhere(other) or bool(one == other)
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, Tensor) and not is_on_host(value)
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:

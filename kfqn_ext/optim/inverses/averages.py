@@ -27,8 +27,8 @@ def move_towards(average: Tensor, value: Tensor, decay: Decay, seen: Seen) -> No
 
 
 def where_finite(value: Tensor, seen: Seen, otherwise: Tensor) -> Tensor:
-    """Matrices, [*B, d, d], where they and their minibatch are finite; elsewhere others."""
-    # What is not finite makes a sum that is not; to look at each entry takes ten times as long.
+    """Matrices, [*B, d, d], where the sum of their entries and the minibatch are finite; elsewhere others."""
+    # What is not finite makes a sum that is not. To look at each entry takes ten times as long.
     finite = torch.isfinite(value.sum((-2, -1), keepdim=True)) & seen.finite
     if is_on_host(finite) and bool(finite.all()):
         return value  # without a copy

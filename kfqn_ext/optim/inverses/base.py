@@ -250,8 +250,3 @@ def random_columns(M: Tensor, number: int, step: int) -> Tensor:
     # In float32 whatever M is: a generator has other numbers for each dtype.
     columns = torch.randn(shape, generator=generator, dtype=torch.float32, device=M.device).to(M.dtype)
     return few_columns.product(M, columns)
-
-
-def times(H: Tensor, v: Tensor) -> Tensor:
-    """H v: [*B, d, d], [*B, d] → [*B, d]."""
-    return (H @ v.unsqueeze(-1)).squeeze(-1)

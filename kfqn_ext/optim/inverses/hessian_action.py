@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfqn_ext.extensions import InputGram, InputMoments, InputQuantities
 from kfqn_ext.linalg import bfgs_updates_each_, damped_inverse, few_columns
-from kfqn_ext.linalg.padded import stack, times_each
+from kfqn_ext.linalg.padded import stack, times, times_each
 from kfqn_ext.linalg.pairs import dot
 from kfqn_ext.optim.inverses.averages import Decay, check_decay, decay_at, move_towards
 from kfqn_ext.optim.inverses.base import (
@@ -24,7 +24,6 @@ from kfqn_ext.optim.inverses.base import (
     pairs_first,
     random_columns,
     start_count,
-    times,
     unit_columns,
 )
 from kfqn_ext.optim.inverses.lbfgs import checked_history_size, start_pairs, times_pairs, update_pairs
@@ -209,9 +208,9 @@ class HessianActionLBFGS(InputInverse):
         state["leverage"] = torch.zeros_like(damping)
 
     def probe(self, state: State, a_bar: Tensor, step: int) -> Direction | None:  # noqa: D102
-        # In a layer's first pass along ā itself, before its H_A = γI is known.
-        s = times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1) if "pairs_A" in state else a_bar
-        return s, None
+        if "pairs_A" in state:
+            return times_pairs(state, "A", a_bar.unsqueeze(-1)).squeeze(-1), None
+        return a_bar, a_bar  # in a layer's first pass along ā itself, before its H_A = γI is known
 
     def learn(self, states: Sequence[State], seen: Seen, damping: Tensor) -> None:  # noqa: D102
         s, A_s = (stack(vectors) for vectors in zip(*map(self._product, states, seen.first), strict=True))
@@ -224,7 +223,7 @@ class HessianActionLBFGS(InputInverse):
         moments = measured[InputQuantities]
         assert moments.s is not None
         assert moments.A_s is not None
-        if moments.s is not moments.a_bar:
+        if moments.kept is None:
             return moments.s, moments.A_s
         gamma = state["gamma_A"].unsqueeze(-1)
         return gamma * moments.s, gamma * moments.A_s

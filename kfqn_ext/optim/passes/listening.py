@@ -1,5 +1,6 @@
 """Backward passes that nobody announces: what they have shown since the last step."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,14 +18,17 @@ class Listening:
         """Nothing was heard yet."""
         self.is_paused = False
         self._measurement: Measurement | None = None
+        self._lock = threading.Lock()
 
     def measurement(self, begin: Callable[[], Measurement]) -> Measurement:
         """That of the next step, from ``begin`` where its first pass runs now."""
-        if self._measurement is None:
-            self._measurement = begin()
-            for ext in self._measurement.extensions:
-                ext.follows_grad = True
-        return self._measurement
+        with self._lock:  # autograd has a thread for each device, and the first layers of two may come at once
+            if self._measurement is None:
+                measurement = begin()
+                for ext in measurement.extensions:
+                    ext.follows_grad = True
+                self._measurement = measurement
+            return self._measurement
 
     @property
     def is_idle(self) -> bool:

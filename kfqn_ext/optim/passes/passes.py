@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from kfqn_ext.optim.passes.draws import Draws
 from kfqn_ext.optim.passes.gradient_watch import GradientWatch
 from kfqn_ext.optim.passes.listening import Listening
 from kfqn_ext.optim.passes.measurement import Measurement, Probes, Results
-from kfqn_ext.optim.passes.ranks import Directions, OneProcess, Pool, Ranks
+from kfqn_ext.optim.passes.ranks import Directions, OneProcess, Pool, Ranks, seed_of
 from kfqn_ext.optim.passes.ranks.weights import OF_A_MEAN, OF_A_SUM, OF_BATCHES
 from kfqn_ext.optim.passes.reading import Reading
 from kfqn_ext.optim.passes.replay import Replay
@@ -275,16 +277,22 @@ class Passes:
         """Measure what makes the initial curvature, over a data set; see :func:`measure_data`.
 
         Raises:
-            ValueError: If no process has a batch, or ``forward`` is needed and missing.
+            ValueError: If no process has a batch, no layer was measured, or ``forward`` is needed and missing.
         """
         bar = tqdm(loader, desc="warm start", disable=not progress or self.ranks.rank > 0, leave=False)
         batches = self.ranks.in_step(bar, like=rows_of(layers[0].weight.detach()))
-        results, count = measure_data(self._model, layers, self._recipe, self._loss_reduction, batches, forward)
+        seeds = map(partial(seed_of, self.ranks.rank), count())  # each batch has targets of its own
+        results, number = measure_data(self._model, layers, self._recipe, self._loss_reduction, batches, forward, seeds)
         if self.ranks.pool is not None:
-            results, count = self._pool_data(self.ranks.pool, layers, results, count)
-        if count == 0:
+            results, number = self._pool_data(self.ranks.pool, layers, results, number)
+        if number == 0:
             raise ValueError(
                 "warm_start: the loader has no batch. A list or a DataLoader works; a used-up iterator doesn't."
+            )
+        if not results:
+            raise ValueError(
+                "warm_start: no layer was measured in any batch, so that no curvature was made. A forward of your own "
+                "must call the model and, where it is asked for gradients, run loss.backward()."
             )
         return results
 

@@ -70,6 +70,8 @@ class Replay:
     def repeat(self, layers: Iterable[nn.Module]) -> Iterator[None]:
         """Run the body on the recorded random numbers, buffers and counters; afterwards all is as it was.
 
+        A pass may be repeated more than once: where the first repetition fails, or another needs other targets.
+
         The buffers are BatchNorm's running statistics above all: a minibatch counts once. Parameters get no
         gradient in the body unless it reads them, but a closure may clear ``.grad``, so that is put aside.
 
@@ -80,14 +82,13 @@ class Replay:
             Nothing.
         """
         devices = [device for device in self._states if device is not None]
-        before, self._before = self._before, None
         with (
             left_as_it_was(self._model, self._kept()),
             torch.random.fork_rng(devices=devices),
             nullcontext() if self.with_gradients else input_gradients_only(self._model, layers),
         ):
-            if before is not None:
-                before.put_back()
+            if self._before is not None:
+                self._before.put_back()
             marks = Marks(self._model)
             for device, state in self._states.items():
                 torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)

@@ -134,9 +134,10 @@ def _order(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]], given: 
 def check_layout(state_dict: Mapping[str, Any], recipe: Recipe, name: str) -> None:
     """Raise a ValueError where a state is of another kind of optimizer, or another version's."""
     found = {group.get("layout", "0, without a mark") for group in state_dict["param_groups"]}
-    if found - {layout(recipe)}:
+    other = found - {layout(recipe)}
+    if other:
         raise ValueError(
-            f"This state has the layout {found.pop()!r}, and {name} reads {layout(recipe)!r} (version, input inverse, "
+            f"This state has the layout {min(other)!r}, and {name} reads {layout(recipe)!r} (version, input inverse, "
             "output inverse): it was saved by another version of the package or by another optimizer. Load it with "
             "that one; or load the model alone and start with fresh curvature (warm_start)."
         )
@@ -264,6 +265,10 @@ def _fitted(key: str, value: Tensor, p: Tensor) -> Tensor:
 
 
 def is_fitted(state: State, p: Tensor) -> bool:
-    """Whether a parameter's state is as :func:`fitted` makes it, told by the momentum."""
-    M = state.get("momentum")
-    return M is None or (M.dtype == working_dtype(p) and M.device == p.device)
+    """Whether a parameter's state is as :func:`fitted` makes it, told by one of its tensors.
+
+    That is the momentum, but for a bias that moves alone: its momentum is a column of its layer's.
+    """
+    others = (t for key, t in state.items() if key != "num_locations" and t.dtype.is_floating_point)
+    found = state["momentum"] if "momentum" in state else next(others, None)
+    return found is None or (found.dtype.to_real() == working_dtype(p).to_real() and found.device == p.device)

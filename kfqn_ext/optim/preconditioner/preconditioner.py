@@ -4,7 +4,8 @@ Nothing here holds a layer's state: blocks come fresh at each step, for torch re
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -25,10 +26,16 @@ Results = Mapping[nn.Module, Measured]
 _NOTHING = Measured()
 
 
+class WarnOnce(Protocol):
+    """Takes a remark that is made once: of each text, or about each thing."""
+
+    def __call__(self, message: str, about: Hashable = None) -> None: ...  # noqa: D102
+
+
 class Preconditioner:
     """P = H_G M H_A of each layer, with H_A and H_G learned as a recipe says."""
 
-    def __init__(self, recipe: Recipe, warn_once: Callable[[str], None], owners: Owners, makers: Owners) -> None:
+    def __init__(self, recipe: Recipe, warn_once: WarnOnce, owners: Owners, makers: Owners) -> None:
         """Learn by a recipe.
 
         Args:
@@ -182,8 +189,8 @@ class Preconditioner:
             self._warn_once(
                 f"Layer {block.layer.name} has a gradient but was not measured when its curvature was due (called "
                 "through F.linear, or its weight multiplied outside of it too, or called with other weights or "
-                "settings, compiled before it was extended, or backward() with create_graph=True?); it keeps what it "
-                "has."
+                "settings, or without a datum, compiled before it was extended, or backward() with "
+                "create_graph=True?); it keeps what it has."
             )
         return reached
 
@@ -223,7 +230,9 @@ class Preconditioner:
             self._warn_once(
                 f"Layer {block.layer.name} saw {sizes[0][0]} data at {sizes[0][1]:g} locations in the first pass and "
                 f"{sizes[1][0]} at {sizes[1][1]:g} in the second: it learned nothing from them. The second pass must "
-                "repeat the first, micro-batches included, and auxiliary passes belong outside both."
+                "repeat the first, micro-batches included, and auxiliary passes belong outside both. A layer that is "
+                "given other data when the parameters have moved, as an expert by a router, learns when they agree.",
+                about=("data", block.layer),
             )
         return sizes[0] == sizes[1]
 

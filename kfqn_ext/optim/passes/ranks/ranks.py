@@ -14,6 +14,13 @@ from kfqn_ext.optim.passes.ranks.letters import Letters, in_world
 from kfqn_ext.optim.passes.ranks.pool import Pool
 from kfqn_ext.optim.passes.ranks.rows import Rows
 
+_APART = 0x9E3779B97F4A7C15 >> 1
+
+
+def seed_of(rank: int, seed: int) -> int:
+    """The seed that a rank samples targets with, where all have drawn the same: each samples for data of its own."""
+    return (seed + rank * _APART) % 2**63
+
 
 class Ranks(Protocol):
     """What they send each other.
