@@ -128,7 +128,7 @@ def failures(results: Results) -> list[str]:
 def cost(results: Results) -> str:
     """How many runs there were, and how long they took."""
     number, steps, wall = (results["cost"][key] for key in ("runs", "seconds", "wall"))
-    return f"{number} runs took {wall / 60:.0f} minutes of one process each, {steps / 60:.0f} of them in steps."
+    return f"{number} runs took {wall / 60:.0f} minutes of one process in all, {steps / 60:.0f} of them in steps."
 
 
 def _with_seeds(values: Sequence[float | None]) -> str:

@@ -3,7 +3,7 @@
 Lightning wraps the optimizer; ``step`` goes through the wrapper, the phases are those of ``optimizer.optimizer``. On
 several devices it hands over the model without its wrapper, so that the optimizer is told who trains together.
 Automatic optimization works too: Lightning's closure repeats the batch, hooks of the module included. Needs
-``pip install kfqn-ext[examples]``; run with ``python examples/loops/lightning_loop.py``.
+``pip install -e ".[examples]"``; run with ``python examples/loops/lightning_loop.py``.
 """
 
 from typing import Any

@@ -24,5 +24,5 @@ def need(name: str, purpose: str) -> Any:
         if error.name is not None and error.name.partition(".")[0] != package:
             raise
         raise ModuleNotFoundError(
-            f"{purpose} needs {package}, which is not installed: pip install kfqn-ext[curvature]", name=package
+            f"{purpose} needs {package}, which is not installed: pip install {package}", name=package
         ) from error

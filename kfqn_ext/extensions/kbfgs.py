@@ -26,10 +26,10 @@ class LayerMoments(InputMoments):
         a_bar: ā = mean of the patches a_t, [*B, d_in]; ends with 1 where the layer has a bias.
         h_bar: h̄ = mean of the outputs h_t, [*B, d_out].
         dh_bar: ∂h̄ = mean of the gradients of a datum's loss by h_t, [*B, d_out].
-        dh_noise: A bound on the rounding error of ``dh_bar``, [*B, d_out]: the mean of |∂h_t|, for convolutions the
-            mean over data of its root mean square over locations, which is not below and costs less, times
-            max(16 ε, 2 ε' / √(N |T|)). ε is that of the working dtype, in which sums are taken; ε' that of the dtype
-            in which ∂h_t arrived, rounded one by one. A ``dh_bar`` below it, as before BatchNorm, says nothing.
+        dh_noise: A bound on the rounding error of ``dh_bar``, [*B, d_out]: m max(16 ε, 2 ε' / √(N |T|)), with m the
+            mean of |∂h_t| over data and locations. For convolutions m is a bound on it that costs less, the mean over
+            data of the root mean square over locations. ε is that of the working dtype, in which sums are taken. ε'
+            is that of the dtype in which ∂h_t arrived. A ``dh_bar`` below it, as before BatchNorm, says nothing.
         num_data: N.
         num_locations: |T|; an average where calls of one layer had different numbers.
         operator: ``A``, or None where a probe let the inputs go.

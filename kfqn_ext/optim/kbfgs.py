@@ -52,8 +52,10 @@ class KBFGS(KroneckerOptimizer):
         """Build the form that needs no tuning.
 
         Args:
-            lr: α ≥ 0, how long a step is: see :class:`~kfqn_ext.optim.lengths.Spectral`. A function of the step
-                k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
+            lr: α ≥ 0. The largest singular value of a layer's ΔW is α max(1, √(d_out / d_in)), times a factor of at
+                most 1: :class:`~kfqn_ext.optim.lengths.SignalToNoise`. Parameters without a block move at α/10. A
+                function of the step k = 1, 2, … makes a schedule, here and below, until somebody else sets the
+                group's value.
             damping: ε > 0, in units of each factor's mean eigenvalue.
             curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. By default
                 these are the first ten steps, about each fifth until k = 100, and then each 20th.
@@ -83,6 +85,8 @@ class KBFGS(KroneckerOptimizer):
         **shared: Unpack[Shared],
     ) -> Self:
         """Build ``algo_8`` as it is printed: steps αP, and λ in units of the loss. Both are to be tuned together.
+
+        The defaults train slowly. A search begins with α = λ = 0.1.
 
         Args:
             lr: α ≥ 0 of the step αP, or a schedule.
@@ -129,8 +133,10 @@ class KBFGSL(KroneckerOptimizer):
         """Build the form that needs no tuning.
 
         Args:
-            lr: α ≥ 0, how long a step is: see :class:`~kfqn_ext.optim.lengths.Spectral`. A function of the step
-                k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
+            lr: α ≥ 0. The largest singular value of a layer's ΔW is α max(1, √(d_out / d_in)), times a factor of at
+                most 1: :class:`~kfqn_ext.optim.lengths.SignalToNoise`. Parameters without a block move at α/10. A
+                function of the step k = 1, 2, … makes a schedule, here and below, until somebody else sets the
+                group's value.
             damping: ε > 0, in units of each factor's mean eigenvalue.
             curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. By default
                 these are the first ten steps, about each fifth until k = 100, and then each 20th.

@@ -17,9 +17,11 @@ from kfqn_ext.optim.recipe import Recipe, SecondPass, untuned
 class OnePassKBFGS(KroneckerOptimizer):
     """K-BFGS that learns from the backward pass that training runs anyway: ``loss.backward(); optimizer.step()``.
 
-    H_A is learned as in K-BFGS, ``algo_8``, along more directions and averaged. H_G is learned from products with the
-    minibatch's own Fisher factor Γ, in place of the changes that a step makes. So no second pass is needed, and no
-    closure.
+    A layer moves along H_G M H_A, with M its momentum. H_A, [*B, d_in, d_in], approximates (A + λ_A I)⁻¹. Here
+    A = E_n[Σ_t a_t a_tᵀ] is a mean over data of sums over locations t. H_A is learned as in K-BFGS, ``algo_8`` of
+    arXiv:2102.06737, along more directions and averaged. H_G, [*B, d_out, d_out], is learned from products with the
+    minibatch's own Fisher factor Γ = E_n[mean_t ∂h_t ∂h_tᵀ], in place of the changes that a step makes. So no second
+    pass is needed, and no closure.
 
     A backward pass that adds to ``.grad`` is measured when curvature is due, and nobody has to announce it. Gradient
     accumulation, clipping, gradient scalers and trainers work as with any ``torch.optim`` optimizer.
@@ -52,8 +54,10 @@ class OnePassKBFGS(KroneckerOptimizer):
         """Build it; nothing has to be tuned.
 
         Args:
-            lr: α ≥ 0, how long a step is: see :class:`~kfqn_ext.optim.lengths.Spectral`. A function of the step
-                k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
+            lr: α ≥ 0. The largest singular value of a layer's ΔW is α max(1, √(d_out / d_in)), times a factor of at
+                most 1: :class:`~kfqn_ext.optim.lengths.SignalToNoise`. Parameters without a block move at α/10. A
+                function of the step k = 1, 2, … makes a schedule, here and below, until somebody else sets the
+                group's value.
             damping: ε > 0, in units of each factor's mean eigenvalue.
             curvature_update_freq: T ≥ 1: curvature is learned when k is a multiple of T. By default
                 these are the first ten steps, about each fifth until k = 100, and then each 20th.

@@ -59,8 +59,10 @@ class OnePassKFAC(KroneckerOptimizer):
         """Build it; nothing has to be tuned.
 
         Args:
-            lr: α ≥ 0, how long a step is: see :class:`~kfqn_ext.optim.lengths.Spectral`. A function of the step
-                k = 1, 2, … makes a schedule, here and below, until somebody else sets the group's value.
+            lr: α ≥ 0. The largest singular value of a layer's ΔW is α max(1, √(d_out / d_in)), times a factor of at
+                most 1: :class:`~kfqn_ext.optim.lengths.SignalToNoise`. Parameters without a block move at α/10. A
+                function of the step k = 1, 2, … makes a schedule, here and below, until somebody else sets the
+                group's value.
             damping: ε > 0, in units of each factor's mean eigenvalue.
             stats_update_freq: T₁ ≥ 1: a minibatch enters A and Γ when k is a multiple of T₁. By default
                 these are the first ten steps, about each fifth until k = 100, and then each 20th.

@@ -132,8 +132,9 @@ class KroneckerOptimizer(Optimizer):
             momentum: β in [0, 1).
             **shared: As follows.
             weight_decay: γ ≥ 0, decoupled from the momentum.
-            step_cap: κ: shorten the step where its squared length in the preconditioned norm, α² Σ⟨p, M⟩, exceeds
-                κ |f|, a share of the loss. Needs the closure's loss, a number.
+            step_cap: κ, in the paper's forms, where the length of a step is not set: shorten the step where its squared
+                length in the preconditioned norm, α² Σ⟨p, M⟩, exceeds κ |f|, a share of the loss. Needs the closure's
+                loss, a number.
             direction_dtype: dtype of the products H_G M H_A, from copies of dense inverses that are renewed when these
                 change. None for the inverses' own. ``torch.bfloat16`` costs a fraction where the device has it.
             second_pass_fraction: In (0, 1]: fraction of the minibatch, its first data, that curvature is learned from;
@@ -153,7 +154,7 @@ class KroneckerOptimizer(Optimizer):
                 in more than ``weight_decay``, or this recipe can't share its state.
             UnsupportedLayerError: If the model has no layer with a Kronecker block, or is divided among processes in
                 another way than by ``fully_shard`` over one group.
-            TypeError: If the model is none, or ``params`` are no parameters.
+            TypeError: If ``model`` is no ``nn.Module``, or ``params`` holds anything but parameters.
         """
         check_arguments(model, params, type(self).__name__)
         options = complete(type(self).__name__, shared)

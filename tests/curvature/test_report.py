@@ -77,7 +77,7 @@ def test_missing_libraries_are_named(library: str, call: str, monkeypatch: pytes
     model, x, y = residual(nn.Tanh())
     report = ladder(model, x, y, ["last"])
     monkeypatch.setattr(lazy, "import_module", missing)
-    with pytest.raises(ModuleNotFoundError, match=rf"{library}, .*pip install kfqn-ext\[curvature\]"):
+    with pytest.raises(ModuleNotFoundError, match=rf"{library}, .*pip install {library}"):
         report.plot(tmp_path / "x.png") if call == "plot" else report.to_dataframe()
 
 

@@ -77,7 +77,7 @@ def _update(states: Sequence[State], s: Tensor, y: Tensor, seen: Seen) -> None:
 
 @dataclass(frozen=True)
 class HessianAction(InputInverse):
-    """Hessian-action BFGS, "minibatched", ``sec_13``: A is this minibatch's and is never formed."""
+    """Hessian-action BFGS, "minibatched", ``sec_13``: A is this minibatch's, and is formed for the first H_A alone."""
 
     first: ClassVar[Kinds] = (InputQuantities,)
     learned: ClassVar[tuple[str, ...]] = ("H_A",)
