@@ -1,4 +1,4 @@
-"""Products with the Gram matrix A of a layer's input patches, which is never formed."""
+"""Products with the Gram matrix A of a layer's input patches, which is not kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kfqn_ext.linalg import full_precision
 
 @dataclass(frozen=True, repr=False)
 class GramOperator:
-    """A = (1/N) Σ_n Σ_t a_t a_tᵀ of the batches that a layer saw, never formed: use ``A @ s``.
+    """A = (1/N) Σ_n Σ_t a_t a_tᵀ of the batches that a layer saw, not kept: use ``A @ s``.
 
     Attributes:
         geometry: The layer.
