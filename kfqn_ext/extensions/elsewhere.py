@@ -73,10 +73,11 @@ def multiplied_elsewhere(roots: Iterable[Any]) -> set[nn.Parameter]:
     """
     graph = _graph(roots)
     names = {node: node.name() for node in graph}
-    own_kinds = [annotations_of(node) for node, name in names.items() if name in _marked_kinds]
-    if any(name.count("Backward") > 1 for name in names.values()) or any(_DIFFERENTIATED in n for n in own_kinds):
+    notes = {node: annotations_of(node) for node, name in names.items() if name in _marked_kinds}
+    is_derived = any(_DIFFERENTIATED in noted for noted in notes.values())
+    if is_derived or any(name.count("Backward") > 1 for name in names.values()):
         return set()  # it holds derivatives of products, which are neither of a layer nor of a penalty
-    entries = {n: annotations_of(n).get(_ENTRY, n) for n, name in names.items() if name in _marked_kinds}
+    entries = {node: noted.get(_ENTRY, node) for node, noted in notes.items()}
     entries = {node: entry for node, entry in entries.items() if entry is not node}
     own = _own_nodes(graph, entries)
     below: dict[Any, _Below] = {None: frozenset()}

@@ -132,6 +132,7 @@ class _Momenta:
 def _momenta(
     group: Group, state: Mapping[Tensor, State], plan: Plan, moving: Mapping[Tensor, _Moving], grads: Gradients
 ) -> _Momenta:
+    """Those of the layers that move here, and of parameters that have no block."""
     found = _Momenta([], [])
     for p in group["params"]:
         if p in moving:
@@ -203,6 +204,7 @@ def _accumulate(momenta: _Momenta, group: Group, gate: Gate) -> None:
 
 
 def _kind_of_sum(pair: tuple[Tensor, Tensor]) -> Hashable:
+    """What pairs have in common that foreach adds at once."""
     M, grad = pair
     return M.device, M.dtype, grad.dtype, M.is_contiguous()
 

@@ -381,3 +381,18 @@ def test_what_fails_among_todays_rates() -> None:
     assert "one of eighty runs fails, at ten times the rate. Neither `lenet` nor `deepmlp` trains there" in WORDS
     there = [c["loss"] for c in cells if c["setting"]["lr"] == 4.0 and c["problem"] in ("lenet", "deepmlp")]
     assert len(there) == 8 and min(there) > 1.5
+
+
+def test_where_ours_fail_and_where_soap_is_ahead() -> None:
+    found = {
+        (cell["problem"], cell["optimizer"]): fmean(cell["losses"])
+        for results in SETS
+        for cell in results["cells"]
+        if cell["steps"] == 800 and None not in cell["losses"] and not cell["error"]
+    }
+    ours = ("onepass", "onepass-kfac", "kbfgs", "kbfgsl", "kfac-untuned")
+    assert all(found["coordinates", name] > 100 * found["coordinates", "adam"] for name in ours)
+    assert "**All of ours fail on one**, a network of sines" in WORDS
+    problems = [problem for problem, name in found if name == "onepass"]
+    ahead = sum(found[problem, "soap"] < found[problem, "onepass"] for problem in problems)
+    assert f"SOAP ends lower than it on {ahead}." in WORDS

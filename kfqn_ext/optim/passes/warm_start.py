@@ -153,7 +153,7 @@ def _inputs(
         if output.is_nested:
             refuse_nested(module)
         geometry = layer.geometry
-        x = geometry.as_batch(layer_input(args, kwargs).detach())
+        x = geometry.as_batch(layer_input(args, kwargs))
         if x.shape[0] == 0:
             return
         x = x.to(torch.promote_types(layer.weight.dtype, torch.float32))
